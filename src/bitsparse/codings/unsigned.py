@@ -1,0 +1,72 @@
+"""Value coding "unsigned": the bit patterns without their sign bit: 31, 15 or 7 bits.
+
+Applies only where no sign bit is set, which is found out from the data. Value ``i`` occupies bits
+``[i * width, (i + 1) * width)`` of a stream of 32-bit words, least significant bit first; the bits
+after the last value are zero. 32 values fill ``width`` whole words.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bitsparse import dtypes, layout
+from bitsparse.backends.optional import tl, triton_jit
+
+
+class UnsignedValues:
+    """See the module's description."""
+
+    name = "unsigned"
+
+    def applies(self, dtype: torch.dtype, any_sign: bool) -> bool:
+        return not any_sign
+
+    def stream_length(self, count: int, dtype: torch.dtype) -> int:
+        return layout.num_packed_words(count, self.width(dtype))
+
+    def stream_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.int32
+
+    def width(self, dtype: torch.dtype) -> int:
+        return dtypes.bit_width(dtype) - 1
+
+    def encode(self, patterns: Tensor, dtype: torch.dtype) -> Tensor:
+        width = self.width(dtype)
+        words = self.stream_length(patterns.numel(), dtype)
+        stream = patterns.new_zeros(words * layout.WORD_BITS, dtype=torch.int64)
+        shifts = torch.arange(width, device=patterns.device)
+        bits = (patterns.to(torch.int64)[:, None] >> shifts) & 1
+        stream[: bits.numel()] = bits.reshape(-1)
+        weights = 1 << torch.arange(layout.WORD_BITS, device=patterns.device)
+        values = (stream.view(words, layout.WORD_BITS) * weights).sum(1)
+        return torch.where(values > layout.INT32_MAX, values - (1 << 32), values).to(torch.int32)
+
+    def decode(self, stream: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        width = self.width(dtype)
+        shifts = torch.arange(layout.WORD_BITS, device=stream.device, dtype=torch.int32)
+        bits = ((stream[:, None] >> shifts) & 1).reshape(-1)[: count * width].view(count, width)
+        weights = 1 << torch.arange(width, device=stream.device)
+        return (bits * weights).sum(1).to(dtypes.pattern_dtype(dtype))
+
+    @property
+    def triton_load(self) -> object:
+        return _load
+
+
+CODING = UnsignedValues()
+
+
+@triton_jit
+def _load(stream_ptr, rank, mask, WIDTH: tl.constexpr):
+    # A value spans at most two words. Ranks may pass 2**31 / WIDTH, so bit addresses are 64-bit.
+    bit = rank.to(tl.int64) * WIDTH
+    word = bit // 32
+    shift = (bit % 32).to(tl.int32)
+    low = tl.load(stream_ptr + word, mask=mask, other=0).to(tl.uint32, bitcast=True)
+    spills = shift + WIDTH > 32
+    high = tl.load(stream_ptr + word + 1, mask=mask & spills, other=0).to(tl.uint32, bitcast=True)
+    # A shift by 32 is undefined, hence the select on `shift`; it spills only when shift > 0.
+    upper = tl.where(spills, high << tl.where(spills, 32 - shift, 0).to(tl.uint32), 0)
+    value = (low >> shift.to(tl.uint32)) | upper
+    return (value & ((1 << WIDTH) - 1)).to(tl.int32, bitcast=True)

@@ -1,0 +1,99 @@
+"""Modules."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from bitsparse.activations import get_activation
+from bitsparse.ops.feed_forward import (
+    KeptReport,
+    check_memory_mode,
+    feed_forward,
+)
+
+
+class FeedForward(nn.Module):
+    """A feed-forward block that keeps its hidden activations compressed for backward.
+
+    Outputs, gradients and state dict are those of the same block written with ``nn.Linear``: its
+    children are ``up``, ``down`` and, for gated activations, ``gate``.
+
+    Args:
+        d_model: size of the last dimension of input and output.
+        d_ff: hidden size.
+        activation: "relu", "relu2", "reglu", "reglu2" or "drelu"; see :func:`bitsparse.ffn`.
+        bias: whether the projections have biases.
+        memory: "compressed", "dense" or "checkpoint"; may be changed between steps.
+        device: where the parameters are made.
+        dtype: dtype of the parameters.
+
+    Raises:
+        ValueError: an unknown name or a size that is not positive.
+    """
+
+    kept: KeptReport | None
+    """What the last compressed forward pass kept; None before the first."""
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        activation: str = "relu2",
+        bias: bool = False,
+        memory: str = "compressed",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        act = get_activation(activation)
+        check_memory_mode(memory)
+        for name, size in (("d_model", d_model), ("d_ff", d_ff)):
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}: got {size!r}, allowed: a positive integer")
+        self.activation = activation
+        self.memory = memory
+        self.kept = None
+        self.up = nn.Linear(d_model, d_ff, bias=bias, device=device, dtype=dtype)
+        if act.gated:
+            self.gate = nn.Linear(d_model, d_ff, bias=bias, device=device, dtype=dtype)
+        self.down = nn.Linear(d_ff, d_model, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x``: ``[..., d_model]``. Returns ``[..., d_model]``."""
+        act = get_activation(self.activation)
+        gate = self.gate if act.gated else None
+        if not all(_is_plain(m) for m in (self.up, self.down, gate) if m is not None):
+            # A child that was replaced (an adapter) or carries hooks must be called as a module,
+            # and may compute something else: plain PyTorch, nothing compressed.
+            hidden = act.dense(*(m(x) for m in (gate, self.up) if m is not None))
+            return self.down(hidden)  # type: ignore[no-any-return]
+        return feed_forward(
+            x,
+            self.up.weight,
+            self.down.weight,
+            act,
+            None if gate is None else gate.weight,
+            self.up.bias,
+            self.down.bias,
+            None if gate is None else gate.bias,
+            self.memory,
+            self._set_kept,
+        )
+
+    def _set_kept(self, kept: KeptReport) -> None:
+        self.kept = kept
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}, memory={self.memory!r}"
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether calling ``module`` is nothing but ``F.linear`` with its weight and bias."""
+    return type(module) is nn.Linear and not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )

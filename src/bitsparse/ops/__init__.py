@@ -1,0 +1,1 @@
+"""Training operations: autograd functions over the backends."""

@@ -1,0 +1,441 @@
+"""The feed-forward block with compressed activations, exact to the bit.
+
+The up (and gate) projection is PyTorch's own ``linear``. Activation and down projection are one
+autograd function, so that the dense hidden tensor dies with the forward pass, and in backward one
+buffer serves as hidden tensor, its gradient and the gradient of the pre-activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from bitsparse import codings, dtypes, memory
+from bitsparse.activations import Activation, get_activation
+from bitsparse.backends import Kept, Support, backend_for
+from bitsparse.codings.base import ValueCoding
+
+MEMORY_MODES = ("compressed", "dense", "checkpoint")
+
+
+class KeptReport(NamedTuple):
+    """What one compressed forward pass keeps of its hidden activations for backward."""
+
+    nnz: int
+    """Positions whose values are kept."""
+    numel: int
+    """Elements of the hidden tensor, tokens * d_ff."""
+    nbytes: int
+    """Bytes kept."""
+    dense_nbytes: int
+    """Bytes of the same one (gated: two) tensors kept dense."""
+
+    @property
+    def density(self) -> float:
+        return self.nnz / max(self.numel, 1)
+
+
+def ffn(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    *,
+    activation: str = "relu",
+    w_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    b_gate: Tensor | None = None,
+    memory: str = "compressed",
+) -> Tensor:
+    """A feed-forward block, ``down(activation(up(x)))``, differentiable once.
+
+    Output and gradients have the same bits in every memory mode. After "BitSparse: Compact
+    Activation Storage for ReLU Feed-Forward Networks" (2026).
+
+    Args:
+        x: ``[..., d_model]``; float32, float16 or bfloat16 (``memory="compressed"``), or whatever
+            autocast casts to these.
+        w_up: ``[d_ff, d_model]``, as in ``nn.Linear``.
+        w_down: ``[d_model, d_ff]``.
+        activation: "relu", "relu2" (squared ReLU), or gated: "reglu" ``relu(gate) * up``, "reglu2"
+            ``relu(gate)**2 * up``, "drelu" ``relu(gate) * relu(up)``.
+        w_gate: ``[d_ff, d_model]``; for gated activations, and only for these.
+        b_up: ``[d_ff]`` or None.
+        b_down: ``[d_model]`` or None.
+        b_gate: ``[d_ff]`` or None; for gated activations only.
+        memory: what is kept of the hidden activations for backward: "compressed" (positions and
+            values of the nonzeros), "dense" (plain PyTorch), "checkpoint" (nothing: recomputed).
+
+    Returns:
+        ``[..., d_model]``.
+
+    Raises:
+        TypeError: an argument that is not a floating-point tensor of an allowed dtype.
+        ValueError: an unknown name, a missing or superfluous weight, or shapes or devices that do
+            not fit.
+    """
+    return feed_forward(
+        x, w_up, w_down, get_activation(activation), w_gate, b_up, b_down, b_gate, memory
+    )
+
+
+def check_memory_mode(memory: str) -> None:
+    """Raise ValueError unless ``memory`` is one of ``MEMORY_MODES``."""
+    if memory not in MEMORY_MODES:
+        raise ValueError(f"memory: got {memory!r}, allowed: {', '.join(map(repr, MEMORY_MODES))}")
+
+
+def feed_forward(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    activation: Activation,
+    w_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    b_gate: Tensor | None,
+    memory: str,
+    report: Callable[[KeptReport], None] | None = None,
+) -> Tensor:
+    """:func:`ffn`; ``report`` is told what a compressed forward pass keeps."""
+    check_memory_mode(memory)
+    _check_arguments(x, w_up, w_down, activation, w_gate, b_up, b_down, b_gate, memory)
+
+    def dense(*tensors: Tensor | None) -> Tensor:
+        x, w_up, w_down, w_gate, b_up, b_down, b_gate = tensors
+        assert x is not None and w_up is not None and w_down is not None
+        gate, up = _project(x, w_up, activation, w_gate, b_up, b_gate)
+        return F.linear(activation.dense(gate, up), w_down, b_down)
+
+    tensors = (x, w_up, w_down, w_gate, b_up, b_down, b_gate)
+    # Where no gradient is wanted nothing is kept. One token is kept dense: it is d_ff elements, and
+    # its weight gradient is an outer product, where PyTorch's sign of zero depends on -0.0 inputs.
+    wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    tokens = x.numel() // max(x.shape[-1], 1)
+    if memory == "dense" or not wants_grad or tokens <= 1 or w_up.shape[0] == 0:
+        return dense(*tensors)
+    if memory == "checkpoint":
+        return checkpoint(dense, *tensors, use_reentrant=False)  # type: ignore[no-any-return]
+    run = _compressed_uncompiled if torch.compiler.is_compiling() else _compressed
+    return run(*tensors, activation, report)
+
+
+def _project(
+    x: Tensor,
+    w_up: Tensor,
+    activation: Activation,
+    w_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_gate: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Pre-activations: ``(gate, up)``, or ``(up, None)`` where ReLU is applied to ``up`` itself."""
+    if not activation.gated:
+        return F.linear(x, w_up, b_up), None
+    assert w_gate is not None
+    gate = F.linear(x, w_gate, b_gate)
+    return gate, F.linear(x, w_up, b_up)
+
+
+def _compressed(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    w_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    b_gate: Tensor | None,
+    activation: Activation,
+    report: Callable[[KeptReport], None] | None,
+) -> Tensor:
+    gate, up = _project(x, w_up, activation, w_gate, b_up, b_gate)
+    if gate.dtype not in dtypes.COMPUTE_DTYPES:
+        raise TypeError(
+            f"x: the hidden activations are {gate.dtype}; memory='compressed' allows: "
+            f"{dtypes.names(dtypes.COMPUTE_DTYPES)}"
+        )
+    fp32_math = False
+    if torch.is_autocast_enabled(x.device.type):
+        w_down = _as_autocast_would(w_down)
+        b_down = None if b_down is None else _as_autocast_would(b_down)
+        # On some devices autocast runs `square` in float32: ask, on an empty tensor.
+        fp32_math = activation.squared and torch.square(gate.new_empty(0)).dtype != gate.dtype
+    out: Tensor = _ActivationDown.apply(gate, up, w_down, b_down, activation, fp32_math, report)
+    return out
+
+
+# torch.compile runs this part eagerly, between two compiled graphs. (Unlike the public
+# torch.compiler.disable this wrapper does not import the compiler with the package.)
+_compressed_uncompiled = _disable_dynamo(_compressed)
+
+
+def _as_autocast_would(weight: Tensor) -> Tensor:
+    """The tensor that autocast hands to ``linear`` for this weight or bias, connected to it.
+
+    Autocast casts a parameter once and reuses the cast, so that the gradients of several uses add
+    up in the lower precision. A cast of our own would add them in float32: other bits. The cast
+    that autocast remembers is not exposed, but a product with an empty matrix saves it.
+    """
+    if weight.dtype == torch.get_autocast_dtype(weight.device.type):
+        return weight
+    empty = weight.new_empty(0, weight.shape[0], requires_grad=True)
+    # Own hooks on top: those of a caller (offloading, say) must not see this product.
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        node: Any = torch.matmul(empty, weight).grad_fn
+        cast: Tensor = node._saved_mat2 if weight.dim() == 2 else node._saved_vec
+    return cast
+
+
+class _Meta(NamedTuple):
+    activation: Activation
+    fp32_math: bool
+    nnz: int
+    numel: int
+    dtype: torch.dtype
+    support: codings.SupportCoding
+    gate_coding: ValueCoding
+    up_coding: ValueCoding
+    d_ff: int
+
+
+class _ActivationDown(torch.autograd.Function):
+    """``linear(activation(gate, up), w_down, b_down)``; consumes ``gate`` and ``up``.
+
+    The caller gives ``gate`` and ``up`` away: their memory is reused.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate: Tensor,
+        up: Tensor | None,
+        w_down: Tensor,
+        b_down: Tensor | None,
+        activation: Activation,
+        fp32_math: bool,
+        report: Callable[[KeptReport], None] | None,
+    ) -> Tensor:
+        need_input = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        need_weight = ctx.needs_input_grad[2]
+        ctx.meta = None
+        ctx.bias_shape = None if b_down is None else b_down.shape
+        if not need_input and not need_weight:
+            ctx.save_for_backward()
+            return F.linear(activation.dense(gate, up).to(gate.dtype), w_down, b_down)
+
+        gate = gate.contiguous()
+        up = None if up is None else up.contiguous()
+        backend = backend_for(gate.device)
+        hidden, support = backend.activate(
+            codings.support_coding("flat"), activation, gate, up, fp32_math
+        )
+        totals = _Totals(support.totals)
+        # The projection needs the dense tensor anyway and runs for longer than the counts take to
+        # reach the host: nothing idles while we wait for them.
+        out = F.linear(hidden, w_down, b_down)
+        if hidden.data_ptr() != gate.data_ptr():
+            del hidden
+        nnz, gate_signs, up_signs = totals.wait()
+
+        def keep(source: Tensor, relu: bool, any_sign: int) -> tuple[ValueCoding, Tensor]:
+            coding = _choose_values(nnz, source.dtype, bool(any_sign))
+            patterns = backend.gather(support, source.view(-1), nnz, relu)
+            return coding, backend.encode(coding, patterns, source.dtype)
+
+        gate_coding = up_coding = codings.value_coding("raw")
+        gate_stream = up_stream = None
+        if need_weight or activation.squared or activation.gated:
+            gate_coding, gate_stream = keep(gate, True, gate_signs)
+        if up is not None:
+            up_coding, up_stream = keep(up, activation.relu_up, up_signs)
+        kept = [support.mask, support.offsets, support.up_mask, gate_stream, up_stream]
+        buffers = [b for b in kept if b is not None]
+        dense_bytes = gate.numel() * gate.element_size() * (1 if up is None else 2)
+        memory.track_live(buffers, dense_bytes)
+        if report is not None:
+            report(KeptReport(nnz, gate.numel(), memory.storage_bytes(buffers), dense_bytes))
+        ctx.save_for_backward(w_down if need_input else None, *kept)
+        ctx.meta = _Meta(
+            activation,
+            fp32_math,
+            nnz,
+            gate.numel(),
+            gate.dtype,
+            support.coding,
+            gate_coding,
+            up_coding,
+            gate.shape[-1],
+        )
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            grads = _ActivationDown._backward(ctx, grad_out)
+        if torch.is_grad_enabled():  # create_graph=True: fail if these gradients are differentiated
+            grads = tuple(g if g is None else _NotTwice.apply(g.requires_grad_()) for g in grads)
+        return (*grads, None, None, None)
+
+    @staticmethod
+    def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        need_gate, need_up, need_weight, need_bias, *_ = ctx.needs_input_grad
+        grad_gate = grad_up = grad_weight = grad_bias = None
+        # `linear` flattens up to 3 dimensions before it adds the bias, and not beyond.
+        grad_2d = grad_out.reshape(-1, grad_out.shape[-1])
+        if need_bias:
+            flat = grad_2d if grad_out.dim() <= 3 else grad_out
+            grad_bias = flat.sum_to_size(ctx.bias_shape)
+        meta: _Meta | None = ctx.meta
+        if meta is not None:
+            w_down, mask, offsets, up_mask, gate_stream, up_stream = ctx.saved_tensors
+            kept = Kept(
+                Support(meta.support, mask, offsets, offsets, up_mask),
+                meta.nnz,
+                meta.numel,
+                meta.dtype,
+                meta.gate_coding,
+                meta.up_coding,
+                gate_stream,
+                up_stream,
+            )
+            backend = backend_for(mask.device)
+            # One buffer: the hidden tensor, then its gradient, then the pre-activation's.
+            buffer = torch.empty(meta.numel, dtype=meta.dtype, device=mask.device)
+            rows = buffer.view(-1, meta.d_ff)
+            if need_weight:
+                backend.hidden(meta.activation, kept, meta.fp32_math, out=buffer)
+                grad_weight = grad_2d.t().mm(rows)
+            if need_gate or need_up:
+                torch.mm(grad_2d, w_down, out=rows)
+                grad_gate, grad_up = backend.gradient(
+                    meta.activation, kept, buffer, meta.fp32_math, need_gate, need_up
+                )
+                shape = (*grad_out.shape[:-1], meta.d_ff)
+                grad_gate = None if grad_gate is None else grad_gate.view(shape)
+                grad_up = None if grad_up is None else grad_up.view(shape)
+        return grad_gate, grad_up, grad_weight, grad_bias
+
+
+class _NotTwice(torch.autograd.Function):
+    """Identity whose backward is an error.
+
+    (`once_differentiable` stays silent where the incoming gradient is a constant, although the
+    second derivative is not zero.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError(
+            "a feed-forward with memory='compressed' cannot be differentiated twice; "
+            "allowed for double backward: memory='dense'"
+        )
+
+
+class _Totals:
+    """Counts on their way to the host, without stopping the device."""
+
+    def __init__(self, totals: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = totals
+        if totals.device.type == "cuda":
+            stream = torch.cuda.current_stream(totals.device)
+            self._host = memory.pinned_scratch(totals, stream.cuda_stream)
+            self._host.copy_(totals, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(stream)
+
+    def wait(self) -> list[int]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
+
+
+def _choose_values(nnz: int, dtype: torch.dtype, any_sign: bool) -> ValueCoding:
+    """The value coding that takes the fewest bytes."""
+    allowed = [c for c in map(codings.value_coding, codings.VALUES) if c.applies(dtype, any_sign)]
+    return min(allowed, key=lambda c: c.stream_length(nnz, dtype) * c.stream_dtype(dtype).itemsize)
+
+
+def _check_arguments(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    activation: Activation,
+    w_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    b_gate: Tensor | None,
+    memory: str,
+) -> None:
+    tensors = {
+        "x": x,
+        "w_up": w_up,
+        "w_down": w_down,
+        "w_gate": w_gate,
+        "b_up": b_up,
+        "b_down": b_down,
+        "b_gate": b_gate,
+    }
+    for name in ("w_gate", "b_gate"):
+        if tensors[name] is not None and not activation.gated:
+            raise ValueError(
+                f"{name}: got a tensor with activation={activation.name!r}, which has no gate; "
+                "allowed: None"
+            )
+    if activation.gated and w_gate is None:
+        raise ValueError(
+            f"w_gate: got None with activation={activation.name!r}; "
+            "allowed: a tensor [d_ff, d_model]"
+        )
+    for name, t in tensors.items():
+        if t is None and name in ("w_gate", "b_up", "b_down", "b_gate"):
+            continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}: got {type(t).__name__}, allowed: torch.Tensor")
+        if t.layout != torch.strided:
+            raise TypeError(f"{name}: got layout {t.layout}, allowed: torch.strided")
+        if not t.is_floating_point():
+            raise TypeError(f"{name}: got dtype {t.dtype}, allowed: a floating-point dtype")
+        if t.device != x.device:
+            raise ValueError(
+                f"{name}: got device {t.device}, x is on {x.device}; allowed: the same"
+            )
+        if memory == "compressed" and t.device.type == "meta":
+            raise TypeError(f"{name}: got a meta tensor, which has no values; allowed: cpu, cuda")
+        if t.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"{name}: got dtype {t.dtype}, x is {x.dtype}; allowed: the same, or autocast"
+            )
+    if memory == "compressed" and x.dtype not in dtypes.COMPUTE_DTYPES:
+        raise TypeError(
+            f"x: got dtype {x.dtype}; memory='compressed' allows: "
+            f"{dtypes.names(dtypes.COMPUTE_DTYPES)}"
+        )
+    if x.dim() == 0:
+        raise ValueError("x: got shape (), allowed: [..., d_model]")
+    if w_up.dim() != 2 or w_up.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"w_up: got shape {tuple(w_up.shape)}, allowed: [d_ff, {x.shape[-1]}] "
+            f"for x of shape {tuple(x.shape)}"
+        )
+    d_ff, d_model = w_up.shape
+    if w_down.dim() != 2 or w_down.shape[1] != d_ff:
+        raise ValueError(
+            f"w_down: got shape {tuple(w_down.shape)}, allowed: [d_out, {d_ff}] "
+            f"for w_up of shape {tuple(w_up.shape)}"
+        )
+    wanted = {"w_gate": (d_ff, d_model), "b_up": (d_ff,), "b_gate": (d_ff,)}
+    wanted["b_down"] = (w_down.shape[0],)
+    for name, shape in wanted.items():
+        t = tensors[name]
+        if t is not None and tuple(t.shape) != shape:
+            raise ValueError(f"{name}: got shape {tuple(t.shape)}, allowed: {shape}")

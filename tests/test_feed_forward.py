@@ -1,0 +1,507 @@
+"""Compressed training equals plain PyTorch bit for bit: outputs and every gradient."""
+
+import copy
+import gc
+import itertools
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import bitsparse
+from bitsparse.activations import ACTIVATIONS
+from bitsparse.dtypes import COMPUTE_DTYPES
+from helpers import assert_same_values
+
+NAMES = ("x", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate")
+SPECIALS = [float("nan"), float("inf"), float("-inf"), -0.0, 0.0, 1e-45, -1e-45, 1e-40, 3e38, -3e38]
+
+
+def plain(activation, x, w_up, w_down, w_gate=None, b_up=None, b_down=None, b_gate=None):
+    """What people write by hand, independent of the package."""
+    up = F.linear(x, w_up, b_up)
+    if activation == "relu":
+        hidden = F.relu(up)
+    elif activation == "relu2":
+        hidden = F.relu(up).square()
+    else:
+        gate = F.linear(x, w_gate, b_gate)
+        hidden = {
+            "reglu": lambda: F.relu(gate) * up,
+            "reglu2": lambda: F.relu(gate).square() * up,
+            "drelu": lambda: F.relu(gate) * F.relu(up),
+        }[activation]()
+    return F.linear(hidden, w_down, b_down)
+
+
+def inputs(activation, shape, d_ff, dtype, device, bias=False, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    d = shape[-1]
+    t = {
+        "x": torch.randn(shape, generator=g),
+        "w_up": torch.randn(d_ff, d, generator=g) / d**0.5,
+        "w_down": torch.randn(d, d_ff, generator=g) / d_ff**0.5,
+    }
+    if ACTIVATIONS[activation].gated:
+        t["w_gate"] = torch.randn(d_ff, d, generator=g) / d**0.5
+    if bias:
+        t["b_up"] = torch.randn(d_ff, generator=g)
+        t["b_down"] = torch.randn(d, generator=g)
+        if ACTIVATIONS[activation].gated:
+            t["b_gate"] = torch.randn(d_ff, generator=g)
+    return {k: v.to(device=device, dtype=dtype).requires_grad_() for k, v in t.items()}
+
+
+def run(fn, tensors, grad=None, transform=lambda x: x):
+    leaves = {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in tensors.items()}
+    args = {**leaves, "x": transform(leaves["x"])}
+    y = fn(**args)
+    if grad is None:
+        grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(5)).to(y)
+    wanted = {k: v for k, v in leaves.items() if v.requires_grad}
+    grads = torch.autograd.grad(y, list(wanted.values()), grad, allow_unused=True)
+    return {"y": y.detach(), **dict(zip(wanted, grads, strict=True))}
+
+
+def assert_identical(activation, tensors, **kwargs):
+    expected = run(lambda **t: plain(activation, **t), tensors, **kwargs)
+    for memory in ("compressed", "dense", "checkpoint"):
+        actual = run(
+            lambda **t: bitsparse.ffn(**t, activation=activation, memory=memory),  # noqa: B023
+            tensors,
+            **kwargs,
+        )
+        assert actual.keys() == expected.keys()
+        for name, e in expected.items():
+            assert_same_values(actual[name], e, f"{activation} {memory} {name}")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", COMPUTE_DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_bits(backend_device, activation, dtype, bias):
+    for shape, d_ff in (((64, 32), 96), ((3, 37, 16), 129), ((2, 3, 5, 8), 40), ((2, 8), 8)):
+        assert_identical(activation, inputs(activation, shape, d_ff, dtype, backend_device, bias))
+
+
+@pytest.mark.parametrize("dtype", COMPUTE_DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_special_values_in_the_pre_activations(backend_device, activation, dtype):
+    """NaN, infinities, signed zeros and subnormals in gate, up and the gradient, all pairs.
+
+    Identity weights carry each special value into one pre-activation and no other.
+    """
+    pairs = torch.tensor(list(itertools.product(SPECIALS, [*SPECIALS, 1.5, -2.5])))
+    n = len(pairs)
+    size = n if not ACTIVATIONS[activation].gated else 2 * n
+    for value in (1.0, -1.0, float("nan"), float("inf")):
+        x = torch.zeros(3, size)
+        x[1, :n] = pairs[:, 0]
+        x[2, :n] = 1.0
+        x[:, n:] = pairs[:, 1][: size - n]
+        x = x.to(dtype).to(backend_device)
+        grads = {}
+        for memory in ("plain", "compressed"):
+            # The pre-activations themselves are the leaves; the projection is the identity.
+            gate = x[:, :n].clone().requires_grad_()
+            up = x[:, n:].clone().requires_grad_()
+            w_down = torch.eye(n, device=backend_device, dtype=dtype).requires_grad_()
+            act = ACTIVATIONS[activation]
+            if memory == "plain":
+                hidden = act.dense(gate, up if act.gated else None)
+                y = F.linear(hidden, w_down)
+            else:
+                from bitsparse.ops.feed_forward import _ActivationDown
+
+                y = _ActivationDown.apply(
+                    gate.clone(), up.clone() if act.gated else None, w_down, None, act, False, None
+                )
+            dy = torch.full_like(y, value)
+            dy[0] = -1.0
+            leaves = [gate, w_down] + ([up] if act.gated else [])
+            grads[memory] = [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+        for i, (a, e) in enumerate(zip(grads["compressed"], grads["plain"], strict=True)):
+            assert_same_values(a, e, f"{activation} {dtype} result {i} for gradient {value}")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_16_bit_pattern_as_pre_activation(backend_device, interpreted, activation):
+    act = ACTIVATIONS[activation]
+    from bitsparse.ops.feed_forward import _ActivationDown
+
+    for dtype in (torch.bfloat16, torch.float16):
+        step = 7 if interpreted else 1
+        patterns = torch.arange(0, 1 << 16, step, dtype=torch.int32).to(torch.int16).view(dtype)
+        order = torch.randperm(len(patterns), generator=torch.Generator().manual_seed(1))
+        shuffled = patterns[order]
+        rows = len(patterns) // 64
+        gate0 = patterns[: rows * 64].view(rows, 64).to(backend_device)
+        up0 = shuffled[: rows * 64].view(rows, 64).to(backend_device)
+        w = torch.eye(64, dtype=dtype, device=backend_device)
+        grad = torch.randn(rows, 64, generator=torch.Generator().manual_seed(2))
+        grad = grad.to(dtype).to(backend_device)
+        results = []
+        for compressed in (False, True):
+            gate, up = gate0.clone().requires_grad_(), up0.clone().requires_grad_()
+            if compressed:
+                y = _ActivationDown.apply(
+                    gate.clone(), up.clone() if act.gated else None, w, None, act, False, None
+                )
+            else:
+                y = F.linear(act.dense(gate, up if act.gated else None), w)
+            leaves = [gate, up] if act.gated else [gate]
+            results.append([y.detach(), *torch.autograd.grad(y, leaves, grad)])
+        for a, e in zip(results[1], results[0], strict=True):
+            assert_same_values(a, e, f"{activation} {dtype}")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("amp_dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_autocast(device, activation, amp_dtype, bias):
+    """Also with a module used twice: autocast's cached casts make gradients add up in 16 bits."""
+    t = inputs(activation, (3, 40, 32), 96, torch.float32, device, bias)
+    t["x"] = (t["x"] * 3).detach().requires_grad_()
+
+    def twice(fn):
+        def forward(x, **weights):
+            with torch.autocast(device.type, amp_dtype):
+                return fn(x=fn(x=x, **weights), **weights)
+
+        return forward
+
+    expected = run(twice(lambda **a: plain(activation, **a)), t)
+    for memory in ("compressed", "dense"):
+        actual = run(
+            twice(lambda **a: bitsparse.ffn(**a, activation=activation, memory=memory)),  # noqa: B023
+            t,
+        )
+        for name, e in expected.items():
+            assert_same_values(actual[name], e, f"{memory} {name}")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_float32_math_inside_16_bit(backend_device, activation):
+    """What CUDA's autocast does around `square`, spelled out: float32 between 16-bit tensors."""
+    act = ACTIVATIONS[activation]
+    if not act.squared:
+        pytest.skip("only squared activations have intermediate results there")
+    from bitsparse.ops.feed_forward import _ActivationDown
+
+    for dtype in (torch.bfloat16, torch.float16):
+        g = torch.Generator().manual_seed(3)
+        gate0 = (torch.randn(40, 64, generator=g) * 30).to(dtype).to(backend_device)
+        up0 = (torch.randn(40, 64, generator=g) * 30).to(dtype).to(backend_device)
+        w = torch.eye(64, dtype=dtype, device=backend_device).requires_grad_()
+        results = []
+        for compressed in (False, True):
+            gate, up = gate0.clone().requires_grad_(), up0.clone().requires_grad_()
+            if compressed:
+                y = _ActivationDown.apply(
+                    gate.clone(), up.clone() if act.gated else None, w, None, act, True, None
+                )
+            else:
+                hidden = torch.relu(gate).float().square()
+                if act.gated:
+                    hidden = hidden * up
+                y = F.linear(hidden.to(dtype), w)
+            leaves = [gate, w, up] if act.gated else [gate, w]
+            dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(4)).to(y)
+            results.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
+        for a, e in zip(results[1], results[0], strict=True):
+            assert_same_values(a, e, f"{activation} {dtype}")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_strides_batches_and_single_tokens(device, activation):
+    for dtype in (torch.float32, torch.bfloat16):
+        t = inputs(activation, (24, 40), 72, dtype, device, bias=True)
+        wide = inputs(activation, (40, 24), 72, dtype, device)
+        t["x"], square = wide["x"], t["x"]
+        assert_identical(activation, t, transform=lambda x: x.t())
+        t["x"] = square
+        assert_identical(activation, t, transform=lambda x: x.view(4, 6, 40).transpose(0, 1))
+        assert_identical(activation, t, transform=lambda x: x[:, None].expand(24, 3, 40))
+        assert_identical(activation, t, transform=lambda x: x[:1])
+        assert_identical(activation, t, transform=lambda x: x[0])
+        assert_identical(activation, t, transform=lambda x: x[:0])
+        assert_identical(activation, t, transform=lambda x: x[None, :0])
+        # A gradient that is one number expanded, as `.sum()` gives.
+        one = torch.ones((), device=device, dtype=dtype)
+        assert_identical(activation, t, grad=one.expand(24, 40))
+        assert_identical(
+            activation, t, grad=one.expand(4, 6, 40), transform=lambda x: x.view(4, 6, 40)
+        )
+        t = inputs(activation, (30, 1), 1, dtype, device)
+        assert_identical(activation, t)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_only_what_a_gradient_needs(device, activation):
+    """Every subset of frozen tensors: same gradients, and nothing kept that none of them needs."""
+    t = inputs(activation, (64, 16), 80, torch.float32, device, bias=True)
+    for wanted in itertools.product([False, True], repeat=len(t)):
+        for tensor, flag in zip(t.values(), wanted, strict=True):
+            tensor.requires_grad_(flag)
+        if not any(wanted):
+            continue
+        assert_identical(activation, t)
+
+    def kept_bytes(*names):
+        for name, tensor in t.items():
+            tensor.requires_grad_(name in names)
+        before = bitsparse.memory_stats()["live_compressed_bytes"]
+        y = bitsparse.ffn(**t, activation=activation)
+        return bitsparse.memory_stats()["live_compressed_bytes"] - before + 0 * y.numel()
+
+    assert kept_bytes("b_down") == 0
+    assert kept_bytes("w_down") > 0
+    if activation == "relu":
+        mask_only = 64 * 80 // 8 + 4 * 2
+        assert kept_bytes("x") == mask_only
+        assert kept_bytes("x", "w_down") > mask_only
+
+
+def test_nothing_is_kept_without_gradients(device):
+    t = inputs("relu2", (64, 16), 80, torch.float32, device)
+    before = bitsparse.memory_stats()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            y = bitsparse.ffn(**t, activation="relu2")
+            assert bitsparse.memory_stats() == before
+            assert_same_values(y, plain("relu2", **t))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_storage_is_freed_after_backward(device, activation):
+    before = bitsparse.memory_stats()
+    t = inputs(activation, (64, 16), 80, torch.float32, device)
+    y = bitsparse.ffn(**t, activation=activation)
+    during = bitsparse.memory_stats()
+    assert during["live_tensors"] == before["live_tensors"] + 1
+    assert during["live_compressed_bytes"] > before["live_compressed_bytes"]
+    y.sum().backward()
+    after = bitsparse.memory_stats()
+    assert after["live_compressed_bytes"] == before["live_compressed_bytes"]
+    bitsparse.release_workspace()
+    assert bitsparse.memory_stats()["scratch_bytes"] == 0
+
+
+def modules(activation, device, bias=True):
+    torch.manual_seed(0)
+    m = bitsparse.nn.FeedForward(24, 72, activation, bias=bias, device=device)
+    dense = copy.deepcopy(m)
+    dense.memory = "dense"
+    return m, dense
+
+
+def assert_same_parameters_grads(a, b):
+    for (name, p), (_, q) in zip(a.named_parameters(), b.named_parameters(), strict=True):
+        assert_same_values(p.grad, q.grad, name)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_module_habits(device, activation):
+    """Accumulation, several forwards first, used twice, two backwards, copies, pickles."""
+    pair = modules(activation, device)
+    for m in pair:
+        g = torch.Generator().manual_seed(1)
+        x = [torch.randn(10, 7, 24, generator=g).to(device).requires_grad_() for _ in range(3)]
+        (m(x[0]) + m(x[1])).square().sum().backward()
+        outs = [m(t) for t in x]
+        for y in reversed(outs):
+            y.sin().sum().backward()
+        y = m(m(x[2]) + x[2])
+        y.sum().backward(retain_graph=True)
+        y.sum().backward()
+        m.x_grads = [t.grad for t in x]
+    assert_same_parameters_grads(*pair)
+    for a, b in zip(pair[0].x_grads, pair[1].x_grads, strict=True):
+        assert_same_values(a, b)
+    m = pair[0]
+    del m.x_grads
+    for other in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
+        x = torch.randn(5, 24, device=device)
+        assert_same_values(other(x), m(x))
+    m(torch.randn(10, 7, 24, device=device))
+    kept = m.kept
+    assert 0 < kept.nnz < kept.numel == 70 * 72
+    assert 0 < kept.nbytes < kept.dense_nbytes
+
+
+def test_state_dict_is_that_of_plain_linears():
+    m = bitsparse.nn.FeedForward(8, 16, "reglu", bias=True)
+    assert sorted(m.state_dict()) == [
+        f"{child}.{kind}" for child in ("down", "gate", "up") for kind in ("bias", "weight")
+    ]
+    assert all(type(c) is nn.Linear for c in m.children())
+    assert sorted(bitsparse.nn.FeedForward(8, 16).state_dict()) == ["down.weight", "up.weight"]
+
+
+def test_children_with_hooks_or_replaced_children_are_called():
+    m, dense = modules("reglu", torch.device("cpu"))
+    seen = []
+    m.up.register_forward_hook(lambda *a: seen.append("up"))
+    m.down = nn.Sequential(m.down, nn.Identity())
+    x = torch.randn(9, 24)
+    assert_same_values(m(x), dense(x))
+    assert seen == ["up"]
+
+
+def test_a_changed_weight_is_noticed(device):
+    """As in plain PyTorch: a weight changed in place between forward and backward is an error."""
+    m, _ = modules("relu2", device)
+    y = m(torch.randn(9, 24, device=device))
+    with torch.no_grad():
+        m.down.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_backward_twice_without_retaining_is_an_error(device):
+    m, _ = modules("relu2", device)
+    y = m(torch.randn(9, 24, device=device))
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.sum().backward()
+
+
+def test_double_backward_is_a_clear_error(device):
+    t = inputs("relu2", (9, 24), 72, torch.float32, device)
+    y = bitsparse.ffn(**t, activation="relu2")
+    (g,) = torch.autograd.grad(y.sum(), t["w_up"], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"cannot be differentiated twice.*memory='dense'"):
+        g.sum().backward()
+
+
+def test_saved_tensor_hooks_see_the_compressed_storage(device):
+    """save_on_cpu, and with it anything else built on hooks, works and moves the small tensors."""
+    pair = modules("reglu", device)
+    saved = []
+    for m in pair:
+        x = torch.randn(50, 24, generator=torch.Generator().manual_seed(1)).to(device)
+
+        def pack(t):
+            saved.append((t.dtype, t.numel()))
+            return t.cpu()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t.to(device)):
+            y = m(x)
+        y.sum().backward()
+    assert_same_parameters_grads(*pair)
+    assert any(dtype == torch.int32 for dtype, _ in saved)
+
+
+def test_saved_tensor_hooks_under_autocast(device):
+    pair = modules("relu2", device)
+    for m in pair:
+        x = torch.randn(50, 24, generator=torch.Generator().manual_seed(1)).to(device)
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda t: t.cpu(), lambda t: t.to(device)),
+            torch.autocast(device.type, torch.bfloat16),
+        ):
+            y = m(m(x))
+        y.float().sum().backward()
+    assert_same_parameters_grads(*pair)
+
+
+def test_inside_activation_checkpointing(device):
+    pair = modules("drelu", device)
+    for m in pair:
+        x = torch.randn(50, 24, generator=torch.Generator().manual_seed(1)).to(device)
+        y = torch.utils.checkpoint.checkpoint(m, x.requires_grad_(), use_reentrant=False)
+        y.sum().backward()
+    assert_same_parameters_grads(*pair)
+
+
+def test_many_threads_at_once(device):
+    """Data-parallel style: forwards and backwards from several Python threads."""
+    results = {}
+
+    def work(i):
+        m, dense = modules("reglu2", device)
+        g = torch.Generator().manual_seed(i)
+        for _ in range(3):
+            x = torch.randn(300, 24, generator=g).to(device)
+            for module in (m, dense):
+                module(x).square().sum().backward()
+        results[i] = (m, dense)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(results) == 4
+    for m, dense in results.values():
+        assert_same_parameters_grads(m, dense)
+
+
+def test_torch_compile_runs_around_it(device):
+    m, dense = modules("relu2", device)
+    torch._dynamo.reset()
+    compiled = torch.compile(nn.Sequential(m, nn.ReLU()), backend="aot_eager")
+    x = torch.randn(50, 24, device=device)
+    gc.collect()
+    before = bitsparse.memory_stats()["live_tensors"]
+    y = compiled(x)
+    assert bitsparse.memory_stats()["live_tensors"] == before + 1
+    y.sum().backward()
+    F.relu(dense(x)).sum().backward()
+    assert_same_parameters_grads(m, dense)
+
+
+def bad(match, error=ValueError, **changes):
+    good = {
+        "x": torch.randn(5, 8),
+        "w_up": torch.randn(16, 8),
+        "w_down": torch.randn(8, 16),
+        "activation": "relu",
+    }
+    return pytest.param({**good, **changes}, match, error, id=match.replace(" ", "_"))
+
+
+@pytest.mark.parametrize(
+    "arguments,match,error",
+    [
+        bad("activation: got 'gelu', allowed", activation="gelu"),
+        bad("activation: got None, allowed", activation=None),
+        bad("memory: got 'offload', allowed", memory="offload"),
+        bad("w_gate: got None", activation="reglu"),
+        bad("w_gate: got a tensor", w_gate=torch.randn(16, 8)),
+        bad("b_gate: got a tensor", b_gate=torch.randn(16)),
+        bad("w_up: got shape", w_up=torch.randn(8, 16)),
+        bad("w_up: got shape .16,.", w_up=torch.randn(16)),
+        bad("w_down: got shape", w_down=torch.randn(16, 8)),
+        bad("b_up: got shape", b_up=torch.randn(8)),
+        bad("b_down: got shape", b_down=torch.randn(16)),
+        bad("w_gate: got shape", activation="drelu", w_gate=torch.randn(16, 9)),
+        bad("x: got shape", x=torch.tensor(1.0)),
+        bad("x: got list", TypeError, x=[1.0]),
+        bad("w_up: got NoneType", TypeError, w_up=None),
+        bad("x: got dtype torch.int64", TypeError, x=torch.ones(5, 8, dtype=torch.int64)),
+        bad("w_up: got dtype torch.complex64", TypeError, w_up=torch.ones(16, 8) * 1j),
+        bad("w_up: got dtype torch.float16", TypeError, w_up=torch.ones(16, 8).half()),
+        bad("x: got layout", TypeError, x=torch.randn(5, 8).to_sparse()),
+        bad("w_down: got device meta", w_down=torch.randn(8, 16, device="meta")),
+        bad("x: got dtype torch.float64", TypeError, **{
+            k: torch.randn(s, dtype=torch.float64)
+            for k, s in {"x": (5, 8), "w_up": (16, 8), "w_down": (8, 16)}.items()
+        }),
+    ],
+)  # fmt: skip
+def test_bad_arguments(arguments, match, error):
+    with pytest.raises(error, match=match):
+        bitsparse.ffn(**arguments)
+
+
+def test_bad_module_arguments():
+    with pytest.raises(ValueError, match="activation: got 'gelu'"):
+        bitsparse.nn.FeedForward(8, 16, "gelu")
+    with pytest.raises(ValueError, match="memory: got 'none'"):
+        bitsparse.nn.FeedForward(8, 16, memory="none")
+    with pytest.raises(ValueError, match="d_ff: got 0"):
+        bitsparse.nn.FeedForward(8, 0)
