@@ -387,6 +387,22 @@ def _kernels(coding: SupportCoding, dtype: torch.dtype) -> SimpleNamespace:
     sign = unsigned(1 << (8 * dtype.itemsize - 1))
     positions, store = coding.cpu_positions, coding.cpu_store
 
+    # Loops over slices of a tile, one simple thing each, are what the compiler turns into vectors.
+
+    @numba_jit
+    def total(flags):
+        """Sum of 0/1 bytes ``[TILE]``, eight at a time; no byte of the partial sums overflows."""
+        eights = flags.view(np.uint64)
+        count = np.uint64(0)
+        for begin in range(0, TILE // 8, 128):
+            partial = np.uint64(0)
+            for i in range(begin, begin + 128):
+                partial += eights[i]
+            low = partial & np.uint64(0x00FF00FF00FF00FF)
+            high = (partial >> np.uint64(8)) & np.uint64(0x00FF00FF00FF00FF)
+            count += ((low + high) * np.uint64(0x0001000100010001)) >> np.uint64(48)
+        return np.int64(count)
+
     @numba_jit
     def find_support(first, last, patterns, numel, mask, counts, signs):
         nonzero = np.zeros(TILE, np.uint8)
@@ -394,14 +410,13 @@ def _kernels(coding: SupportCoding, dtype: torch.dtype) -> SimpleNamespace:
             base = tile * TILE
             size = min(TILE, numel - base)
             nonzero[size:] = 0
-            count, seen = 0, zero
+            tile_patterns = patterns[base : base + size]
+            seen = zero
             for i in range(size):
-                pattern = patterns[base + i]
-                seen |= pattern
-                nonzero[i] = pattern != zero
-                count += nonzero[i]
+                seen |= tile_patterns[i]
+                nonzero[i] = tile_patterns[i] != zero
             store(mask, tile, numel, nonzero)
-            counts[tile] = count
+            counts[tile] = total(nonzero)
             signs[tile, 0] = seen >= sign
 
     @numba_jit
@@ -474,41 +489,43 @@ def _kernels(coding: SupportCoding, dtype: torch.dtype) -> SimpleNamespace:
     ):  # fmt: skip
         gate_fires = np.zeros(TILE, np.uint8)
         up_fires = np.zeros(TILE, np.uint8)
+        both = np.zeros(TILE, np.uint8)
         for tile in range(first, last):
             base = tile * TILE
             size = min(TILE, numel - base)
             gate_fires[size:] = 0
             up_fires[size:] = 0
+            both[size:] = 0
             count, gate_seen, up_seen = 0, zero, zero
             if not gated:
+                tile_gate, tile_hidden = gate[base : base + size], hidden[base : base + size]
                 for i in range(size):
-                    pattern = gate[base + i]
+                    pattern = tile_gate[i]
                     gate_fires[i] = fires(pattern)
-                    count += gate_fires[i]
-                    pattern = relu(pattern)
                     # Of what is kept only a NaN can have its sign set: -0.0 does not fire.
-                    gate_seen |= pattern if pattern != sign else zero
-                    hidden[base + i] = pattern
+                    gate_seen |= pattern if pattern > negative_infinity else zero
+                    tile_hidden[i] = relu(pattern)
+                count = total(gate_fires)
                 if squared:
                     for i in range(size):
-                        hidden[base + i] = product(hidden[base + i], zero, False, True, fp32_math)
+                        tile_hidden[i] = product(tile_hidden[i], zero, False, True, fp32_math)
             else:
+                tile_gate, tile_up = gate[base : base + size], up[base : base + size]
+                tile_hidden = hidden[base : base + size]
                 for i in range(size):
-                    g, u = relu(gate[base + i]), up[base + i]
-                    u_fires = True
-                    if relu_up:
-                        u = relu(u)
+                    g = relu(tile_gate[i])
+                    u = relu(tile_up[i]) if relu_up else tile_up[i]
                     either = special(g) | special(u)
-                    if relu_up:
-                        u_fires = fires(u) | either
-                        up_fires[i] = u_fires
-                    g_fires = fires(g) | either
-                    gate_fires[i] = g_fires
-                    if g_fires & u_fires:
-                        count += 1
-                        gate_seen |= g
-                        up_seen |= u
-                    hidden[base + i] = product(g, u, True, squared, fp32_math)
+                    gate_fires[i] = fires(g) | either
+                    up_fires[i] = fires(u) | either | (not relu_up)
+                    both[i] = gate_fires[i] & up_fires[i]
+                    gate_seen |= g if both[i] != 0 else zero
+                    up_seen |= u if both[i] != 0 else zero
+                for i in range(size):
+                    g = relu(tile_gate[i])
+                    u = relu(tile_up[i]) if relu_up else tile_up[i]
+                    tile_hidden[i] = product(g, u, True, squared, fp32_math)
+                count = total(both)
                 if relu_up:
                     store(up_mask, tile, numel, up_fires)
             store(mask, tile, numel, gate_fires)
@@ -587,8 +604,9 @@ def _kernels(coding: SupportCoding, dtype: torch.dtype) -> SimpleNamespace:
                     i = base + index[k]
                     grad_up[i] = from_float(to_float(grad[i]) * np.float32(0.0))
             else:
-                for i in range(base, end):
-                    grad_up[i] = from_float(to_float(grad[i]) * np.float32(0.0))
+                tile_grad, tile_grad_up = grad[base:end], grad_up[base:end]
+                for i in range(end - base):
+                    tile_grad_up[i] = from_float(to_float(tile_grad[i]) * np.float32(0.0))
             count = positions(value_mask, tile, numel, index)
             for k in range(count):
                 i = base + index[k]

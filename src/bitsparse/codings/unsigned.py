@@ -59,14 +59,15 @@ CODING = UnsignedValues()
 
 @triton_jit
 def _load(stream_ptr, rank, mask, WIDTH: tl.constexpr):
-    # A value spans at most two words. Ranks may pass 2**31 / WIDTH, so bit addresses are 64-bit.
-    bit = rank.to(tl.int64) * WIDTH
-    word = bit // 32
-    shift = (bit % 32).to(tl.int32)
+    # A value spans at most two words. Ranks are relative to a nearby whole word (see
+    # `_load_values` of the backend), so bit addresses fit in 32 bits.
+    bit = rank * WIDTH
+    word = bit >> 5
+    shift = bit & 31
     low = tl.load(stream_ptr + word, mask=mask, other=0).to(tl.uint32, bitcast=True)
     spills = shift + WIDTH > 32
     high = tl.load(stream_ptr + word + 1, mask=mask & spills, other=0).to(tl.uint32, bitcast=True)
-    # A shift by 32 is undefined, hence the select on `shift`; it spills only when shift > 0.
-    upper = tl.where(spills, high << tl.where(spills, 32 - shift, 0).to(tl.uint32), 0)
+    # `& 31`: a shift by 32 is undefined. It would occur only where nothing spills and high is 0.
+    upper = high << ((32 - shift) & 31).to(tl.uint32)
     value = (low >> shift.to(tl.uint32)) | upper
     return (value & ((1 << WIDTH) - 1)).to(tl.int32, bitcast=True)
