@@ -153,6 +153,11 @@ def _compressed(
     activation: Activation,
     report: Callable[[KeptReport], None] | None,
 ) -> Tensor:
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "memory: got 'compressed' inside CUDA graph capture, where the size of the compressed "
+            "storage cannot be waited for; allowed: 'dense', 'checkpoint'"
+        )
     gate, up = _project(x, w_up, activation, w_gate, b_up, b_gate)
     if gate.dtype not in dtypes.COMPUTE_DTYPES:
         raise TypeError(
