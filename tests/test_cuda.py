@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from conftest import needs_cuda
-from helpers import assert_same_values
 
 import bitsparse
 from bitsparse.activations import ACTIVATIONS
+from conftest import needs_cuda
+from helpers import assert_same_values
 
 pytestmark = [needs_cuda, pytest.mark.gpu]
 

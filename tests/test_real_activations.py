@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_same_bits
 
 import bitsparse
+from helpers import assert_same_bits
 
 DATA = Path(
     os.environ.get(

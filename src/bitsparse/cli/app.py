@@ -1,0 +1,75 @@
+"""The command's parts, and how its errors are shown.
+
+A sub-command is a module with a function of its name, listed in ``COMMANDS``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+import bitsparse
+from bitsparse.cli.compare import compare
+from bitsparse.cli.train import train
+from bitsparse.training.errors import UserError, is_out_of_memory
+
+COMMANDS = (compare, train)
+
+app = typer.Typer(
+    help="Train ReLU feed-forward networks with losslessly compressed activations.",
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in COMMANDS:
+    app.command()(command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"bitsparse {bitsparse.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+def run() -> int:
+    """Run the command. Returns its exit status; a foreseen error is one line on stderr."""
+    try:
+        app()
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else int(done.code is not None)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except UserError as error:
+        return _fail(str(error))
+    except BrokenPipeError:
+        # The reader of our output is gone; keep Python from complaining when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        return _fail("no space left on the disk")
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return _fail("out of memory: a smaller --batch-size, --seq-len or --preset may fit")
+    return 0
+
+
+def _fail(message: str, status: int = 1) -> int:
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    return status

@@ -1,0 +1,109 @@
+"""Options that several sub-commands share, and what they amount to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from bitsparse.activations import ACTIVATIONS
+from bitsparse.ops.feed_forward import MEMORY_MODES
+from bitsparse.training.model import PRESETS, ModelConfig, Preset, get_preset
+from bitsparse.training.step import DTYPES
+
+
+def _one_of(names: Iterable[str]) -> str:
+    return "One of: " + ", ".join(names) + "."
+
+
+MODEL = "Model"
+DATA = "Data"
+
+PresetOption = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Model size. {_one_of(PRESETS)} [default: tiny on a CPU, gpt2 on a GPU]",
+        rich_help_panel=MODEL,
+    ),
+]
+ActivationOption = Annotated[str, typer.Option(help=_one_of(ACTIVATIONS), rich_help_panel=MODEL)]
+MemoryOption = Annotated[
+    str, typer.Option(help="What feed-forward blocks keep. " + _one_of(MEMORY_MODES))
+]
+LayersOption = Annotated[int | None, typer.Option(help="Layers.", rich_help_panel=MODEL)]
+DModelOption = Annotated[int | None, typer.Option(help="Model width.", rich_help_panel=MODEL)]
+HeadsOption = Annotated[int | None, typer.Option(help="Attention heads.", rich_help_panel=MODEL)]
+DFfOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Hidden size. [default: 4 x width; two thirds of that for gated activations]",
+        rich_help_panel=MODEL,
+    ),
+]
+SeqLenOption = Annotated[int | None, typer.Option(help="Sequence length.", rich_help_panel=MODEL)]
+TiedOption = Annotated[
+    bool, typer.Option("--tied", help="Embedding as output projection.", rich_help_panel=MODEL)
+]
+VocabOption = Annotated[
+    int | None,
+    typer.Option(help="Vocabulary size. [default: the data's]", rich_help_panel=MODEL),
+]
+BatchOption = Annotated[int | None, typer.Option(help="Sequences a batch. [default: the preset's]")]
+LrOption = Annotated[
+    float | None, typer.Option(help="Largest learning rate. [default: the preset's]")
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Precision of the forward pass (autocast). {_one_of(DTYPES)} "
+        "[default: float32 on a CPU, bfloat16 on a GPU]"
+    ),
+]
+DeviceOption = Annotated[
+    str | None, typer.Option(help="cpu or cuda[:N]. [default: a GPU if there is one]")
+]
+SeedOption = Annotated[int, typer.Option(help="Seed of the weights and the batches.")]
+DataOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Text file, folder, or token shard (.bin of nanoGPT, modded-nanogpt or llm.c); may be "
+        "repeated. [default: source code of Python's standard library]",
+        rich_help_panel=DATA,
+    ),
+]
+TokenizerOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="A Hugging Face tokenizer.json. [default: tokens are bytes]", rich_help_panel=DATA
+    ),
+]
+
+
+def choose_preset(preset: str | None, device: torch.device) -> Preset:
+    """The preset asked for, or the one for this device."""
+    return get_preset(preset or ("gpt2" if device.type == "cuda" else "tiny"))
+
+
+def choose_dtype(dtype: str | None, device: torch.device) -> str:
+    """The precision asked for, or the one for this device."""
+    return dtype or ("bfloat16" if device.type == "cuda" else "float32")
+
+
+def choose_model(
+    preset: Preset,
+    activation: str,
+    layers: int | None,
+    d_model: int | None,
+    heads: int | None,
+    d_ff: int | None,
+    seq_len: int | None,
+    tied: bool,
+) -> ModelConfig:
+    """The preset's model, with what was given on the command line in its place."""
+    given = {"layers": layers, "d_model": d_model, "heads": heads, "d_ff": d_ff, "seq_len": seq_len}
+    changes = {name: value for name, value in given.items() if value is not None}
+    return replace(preset.model, activation=activation, tied=tied, **changes)

@@ -1,0 +1,111 @@
+"""``bitsparse train``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from bitsparse.cli import options as o
+from bitsparse.training.step import get_device
+from bitsparse.training.train import Progress as StepProgress
+from bitsparse.training.train import TrainConfig
+from bitsparse.training.train import train as run_training
+
+
+def train(
+    preset: o.PresetOption = None,
+    activation: o.ActivationOption = "relu2",
+    memory: o.MemoryOption = "compressed",
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 200,
+    batch_size: o.BatchOption = None,
+    grad_accum: Annotated[int, typer.Option(help="Batches a step.")] = 1,
+    lr: o.LrOption = None,
+    warmup: Annotated[int, typer.Option(help="Steps in which the learning rate rises.")] = 20,
+    weight_decay: Annotated[float, typer.Option(help="On matrices.")] = 0.1,
+    grad_clip: Annotated[float, typer.Option(help="Largest gradient norm; 0: none.")] = 1.0,
+    dtype: o.DtypeOption = None,
+    device: o.DeviceOption = None,
+    seed: o.SeedOption = 0,
+    layers: o.LayersOption = None,
+    d_model: o.DModelOption = None,
+    heads: o.HeadsOption = None,
+    d_ff: o.DFfOption = None,
+    seq_len: o.SeqLenOption = None,
+    tied: o.TiedOption = False,
+    vocab_size: o.VocabOption = None,
+    data: o.DataOption = None,
+    tokenizer: o.TokenizerOption = None,
+    eval_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 50,
+    eval_batches: Annotated[int, typer.Option(help="Batches an evaluation.")] = 4,
+    eval_fraction: Annotated[float, typer.Option(help="Held-out end of the data.")] = 0.1,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 50,
+    sample_tokens: Annotated[int, typer.Option(help="Length of the sample at the end.")] = 200,
+    output_dir: Annotated[Path, typer.Option(help="Where everything is written.")] = Path(
+        "runs/train"
+    ),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the checkpoint, if there is one.")
+    ] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write for TensorBoard too.")
+    ] = False,
+) -> None:
+    """Train a small language model; a run can be stopped at any moment and resumed exactly."""
+    chosen_device = get_device(device)
+    base = o.choose_preset(preset, chosen_device)
+    config = TrainConfig(
+        model=o.choose_model(base, activation, layers, d_model, heads, d_ff, seq_len, tied),
+        output_dir=output_dir,
+        data=data or [],
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        memory=memory,
+        dtype=o.choose_dtype(dtype, chosen_device),
+        device=str(chosen_device),
+        seed=seed,
+        steps=steps,
+        batch_size=base.batch_size if batch_size is None else batch_size,
+        grad_accum=grad_accum,
+        lr=base.lr if lr is None else lr,
+        warmup=warmup,
+        weight_decay=weight_decay,
+        grad_clip=grad_clip,
+        eval_every=eval_every,
+        eval_batches=eval_batches,
+        eval_fraction=eval_fraction,
+        checkpoint_every=checkpoint_every,
+        sample_tokens=sample_tokens,
+        resume=resume,
+        tensorboard=tensorboard,
+    )
+    _run(config)
+
+
+def _run(config: TrainConfig) -> None:
+    console = Console()
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} tokens/s  left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=config.steps, loss=float("nan"), rate=0.0)
+
+        def show(p: StepProgress) -> None:
+            bar.update(task, completed=p.step, loss=p.loss, rate=p.tokens_per_s)
+            if p.eval_loss is not None:
+                bar.console.print(f"step {p.step}: loss {p.loss:.4f}, eval {p.eval_loss:.4f}")
+
+        result = run_training(config, show)
+    if not result.finished:
+        console.print(f"stopped after step {result.step}; the same command with --resume continues")
+        raise typer.Exit(130)
+    if result.sample:
+        console.print(escape(result.sample), style="dim", highlight=False)
+    console.print(f"weights and metrics: {config.output_dir}", highlight=False)
