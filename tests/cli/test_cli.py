@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 COMMAND = [sys.executable, "-c", "from bitsparse.cli import main; main()"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
@@ -51,12 +52,12 @@ def wait_for_lines(path: Path, count: int, process: "subprocess.Popen[str]") -> 
 
 def test_killed_runs_resume_to_the_same_bits(text: Path, tmp_path: Path) -> None:
     common = ("train", *TINY, "--data", text, "--grad-accum", 2, "--warmup", 3, "--resume")
-    common += ("--steps", 120, "--checkpoint-every", 7, "--eval-every", 20, "--sample-tokens", 5)
+    common += ("--steps", 60, "--checkpoint-every", 7, "--eval-every", 20, "--sample-tokens", 5)
     whole = bitsparse(*common, "--output-dir", tmp_path / "whole", "--memory", "dense")
     assert whole.returncode == 0, whole.stderr
 
     broken = tmp_path / "broken"
-    for how, lines in ((signal.SIGKILL, 20), (signal.SIGINT, 60)):
+    for how, lines in ((signal.SIGKILL, 12), (signal.SIGINT, 25)):
         process = subprocess.Popen(
             [*COMMAND, *map(str, common), "--output-dir", str(broken)],
             env=ENVIRONMENT,
@@ -70,7 +71,7 @@ def test_killed_runs_resume_to_the_same_bits(text: Path, tmp_path: Path) -> None
         assert process.returncode == (130 if how == signal.SIGINT else -how), errors
         assert "Traceback" not in errors
     assert "--resume continues" in output
-    assert len(losses(broken)) < 120
+    assert len(losses(broken)) < 60
     last = bitsparse(*common, "--output-dir", broken)
     assert last.returncode == 0, last.stderr
     assert losses(broken) == losses(tmp_path / "whole")
@@ -131,11 +132,13 @@ def errors(tmp_path: Path) -> dict[str, tuple[object, ...]]:
         "--heads: got 3 with --d-model": ("compare", *TINY, "--heads", "3"),
         "unknown magic number": ("train", *TINY, "--data", bad),
         "is not there": ("compare", *TINY, "--data", tmp_path / "missing"),
+        "Invalid value for '--steps'": ("train", "--steps", "x"),
+        "No such option: --nope": ("compare", "--nope"),
         "--output-dir: ": ("train", *TINY, "--output-dir", tmp_path / "file" / "x"),
     }
 
 
-@pytest.mark.parametrize("index", range(13))
+@pytest.mark.parametrize("index", range(15))
 def test_errors_are_one_line(tmp_path: Path, index: int, capsys, monkeypatch) -> None:
     """In this process, for speed: ``run`` is what ``main`` calls."""
     from bitsparse.cli.app import run
@@ -144,9 +147,13 @@ def test_errors_are_one_line(tmp_path: Path, index: int, capsys, monkeypatch) ->
     if "--output-dir" not in arguments:
         arguments += ("--output-dir", tmp_path / "out")
     monkeypatch.setattr(sys, "argv", ["bitsparse", *map(str, arguments)])
-    status = run()
+    try:
+        status = run()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
     captured = capsys.readouterr()
-    assert status == 1
+    assert status in (1, 2)
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert message in captured.err
     assert not (tmp_path / "out").exists()

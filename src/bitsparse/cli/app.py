@@ -22,7 +22,6 @@ COMMANDS = (compare, train)
 app = typer.Typer(
     help="Train ReLU feed-forward networks with losslessly compressed activations.",
     pretty_exceptions_enable=False,
-    no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in COMMANDS:
@@ -48,10 +47,11 @@ def _options(
 def run() -> int:
     """Run the command. Returns its exit status; a foreseen error is one line on stderr."""
     try:
-        app()
+        status = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        return status if isinstance(status, int) else 0
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
     except UserError as error:
         return _fail(str(error))
@@ -63,11 +63,13 @@ def run() -> int:
         if error.errno != errno.ENOSPC:
             raise
         return _fail("no space left on the disk")
-    except (RuntimeError, MemoryError) as error:
+    except Exception as error:
+        # Errors of the command line. Their class is Click's, or that of a copy inside of Typer.
+        if hasattr(error, "format_message"):
+            return _fail(error.format_message(), 2)
         if not is_out_of_memory(error):
             raise
         return _fail("out of memory: a smaller --batch-size, --seq-len or --preset may fit")
-    return 0
 
 
 def _fail(message: str, status: int = 1) -> int:

@@ -18,12 +18,11 @@ from bitsparse.training.compare import (
     Comparison,
     ModeResult,
     StepReport,
-    be_deterministic,
 )
 from bitsparse.training.compare import compare as run_comparison
 from bitsparse.training.files import write_atomically
 from bitsparse.training.plot import save_chart
-from bitsparse.training.step import get_device
+from bitsparse.training.step import be_deterministic, get_device
 
 CPU_STEPS, GPU_STEPS = 40, 200
 SECONDS = 110
@@ -38,11 +37,11 @@ def compare(
     ] = ",".join(ORDER),
     steps: Annotated[
         int | None,
-        typer.Option(help=f"Steps. [default: {CPU_STEPS} on a CPU, {GPU_STEPS} on a GPU]"),
+        typer.Option(help=f"Steps. (default: {CPU_STEPS} on a CPU, {GPU_STEPS} on a GPU)"),
     ] = None,
     max_seconds: Annotated[
         float | None,
-        typer.Option(help=f"Stop after this time. [default: {SECONDS}; with --steps: no limit]"),
+        typer.Option(help=f"Stop after this time. (default: {SECONDS}; with --steps: no limit)"),
     ] = None,
     batch_size: o.BatchOption = None,
     lr: o.LrOption = None,
@@ -110,25 +109,30 @@ def _run(config: CompareConfig, console: Console) -> Comparison:
         TimeRemainingColumn(),
     )
     config.check()
-    with Progress(*columns, console=console) as bar:
-        rates = dict.fromkeys(config.modes, 0.0)
-        tasks = {
-            mode: bar.add_task(mode, total=config.steps, loss=float("nan"), rate=0.0, kept="–")
-            for mode in config.modes
-        }
+    bar = Progress(*columns, console=console)
+    rates = dict.fromkeys(config.modes, 0.0)
+    tasks = {
+        mode: bar.add_task(mode, total=config.steps, loss=float("nan"), rate=0.0, kept="–")
+        for mode in config.modes
+    }
 
-        def show(p: StepReport) -> None:
-            if p.tokens_per_s is not None:
-                rates[p.mode] = p.tokens_per_s
-            bar.update(
-                tasks[p.mode],
-                completed=p.step,
-                loss=p.loss,
-                rate=rates[p.mode],
-                kept=_mib(p.kept),
-            )
+    def show(p: StepReport) -> None:
+        bar.start()  # with the first step: an error before that is shown alone
+        if p.tokens_per_s is not None:
+            rates[p.mode] = p.tokens_per_s
+        bar.update(
+            tasks[p.mode],
+            completed=p.step,
+            loss=p.loss,
+            rate=rates[p.mode],
+            kept=_mib(p.kept, "–"),
+        )
 
+    try:
         return run_comparison(config, show)
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 def _show(comparison: Comparison, console: Console) -> None:

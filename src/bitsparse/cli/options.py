@@ -26,7 +26,7 @@ DATA = "Data"
 PresetOption = Annotated[
     str | None,
     typer.Option(
-        help=f"Model size. {_one_of(PRESETS)} [default: tiny on a CPU, gpt2 on a GPU]",
+        help=f"Model size. {_one_of(PRESETS)} (default: tiny on a CPU, gpt2 on a GPU)",
         rich_help_panel=MODEL,
     ),
 ]
@@ -40,7 +40,7 @@ HeadsOption = Annotated[int | None, typer.Option(help="Attention heads.", rich_h
 DFfOption = Annotated[
     int | None,
     typer.Option(
-        help="Hidden size. [default: 4 x width; two thirds of that for gated activations]",
+        help="Hidden size. (default: 4 x width; two thirds of that for gated activations)",
         rich_help_panel=MODEL,
     ),
 ]
@@ -50,35 +50,35 @@ TiedOption = Annotated[
 ]
 VocabOption = Annotated[
     int | None,
-    typer.Option(help="Vocabulary size. [default: the data's]", rich_help_panel=MODEL),
+    typer.Option(help="Vocabulary size. (default: the data's)", rich_help_panel=MODEL),
 ]
-BatchOption = Annotated[int | None, typer.Option(help="Sequences a batch. [default: the preset's]")]
+BatchOption = Annotated[int | None, typer.Option(help="Sequences a batch. (default: the preset's)")]
 LrOption = Annotated[
-    float | None, typer.Option(help="Largest learning rate. [default: the preset's]")
+    float | None, typer.Option(help="Largest learning rate. (default: the preset's)")
 ]
 DtypeOption = Annotated[
     str | None,
     typer.Option(
         help=f"Precision of the forward pass (autocast). {_one_of(DTYPES)} "
-        "[default: float32 on a CPU, bfloat16 on a GPU]"
+        "(default: float32 on a CPU, bfloat16 on a GPU)"
     ),
 ]
 DeviceOption = Annotated[
-    str | None, typer.Option(help="cpu or cuda[:N]. [default: a GPU if there is one]")
+    str | None, typer.Option(help="cpu or cuda[:N]. (default: a GPU if there is one)")
 ]
 SeedOption = Annotated[int, typer.Option(help="Seed of the weights and the batches.")]
 DataOption = Annotated[
     list[Path] | None,
     typer.Option(
         help="Text file, folder, or token shard (.bin of nanoGPT, modded-nanogpt or llm.c); may be "
-        "repeated. [default: source code of Python's standard library]",
+        "repeated. (default: source code of Python's standard library)",
         rich_help_panel=DATA,
     ),
 ]
 TokenizerOption = Annotated[
     Path | None,
     typer.Option(
-        help="A Hugging Face tokenizer.json. [default: tokens are bytes]", rich_help_panel=DATA
+        help="A Hugging Face tokenizer.json. (default: tokens are bytes)", rich_help_panel=DATA
     ),
 ]
 

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bitsparse.cli import options as o
-from bitsparse.training.step import get_device
+from bitsparse.training.step import be_deterministic, get_device
 from bitsparse.training.train import Progress as StepProgress
 from bitsparse.training.train import TrainConfig
 from bitsparse.training.train import train as run_training
@@ -56,6 +56,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a small language model; a run can be stopped at any moment and resumed exactly."""
+    be_deterministic()
     chosen_device = get_device(device)
     base = o.choose_preset(preset, chosen_device)
     config = TrainConfig(
@@ -94,15 +95,20 @@ def _run(config: TrainConfig) -> None:
         TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} tokens/s  left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=config.steps, loss=float("nan"), rate=0.0)
+    bar = Progress(*columns, console=console)
+    task = bar.add_task("", total=config.steps, loss=float("nan"), rate=0.0)
 
-        def show(p: StepProgress) -> None:
-            bar.update(task, completed=p.step, loss=p.loss, rate=p.tokens_per_s)
-            if p.eval_loss is not None:
-                bar.console.print(f"step {p.step}: loss {p.loss:.4f}, eval {p.eval_loss:.4f}")
+    def show(p: StepProgress) -> None:
+        bar.start()  # with the first step: an error before that is shown alone
+        bar.update(task, completed=p.step, loss=p.loss, rate=p.tokens_per_s)
+        if p.eval_loss is not None:
+            bar.console.print(f"step {p.step}: loss {p.loss:.4f}, eval {p.eval_loss:.4f}")
 
+    try:
         result = run_training(config, show)
+    finally:
+        if bar.live.is_started:
+            bar.stop()
     if not result.finished:
         console.print(f"stopped after step {result.step}; the same command with --resume continues")
         raise typer.Exit(130)

@@ -30,6 +30,7 @@ from bitsparse.training.model import ModelConfig, build_model, fit_vocabulary
 from bitsparse.training.step import (
     DTYPES,
     Trainee,
+    be_deterministic,
     get_device,
     learning_rate,
     make_trainee,
@@ -184,16 +185,6 @@ class Comparison:
             "identical": self.identical,
             "modes": modes,
         }
-
-
-def be_deterministic() -> None:
-    """Have every operation give the same bits each time. Call it before CUDA is first used."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    # Filling memory that is about to be overwritten costs time and changes no result.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.benchmark = False
 
 
 def compare(
@@ -409,7 +400,12 @@ def _cpu_name() -> str:
 
 
 def _git_commit() -> str | None:
-    """The commit of this source tree, None where it is not one."""
+    """The commit of this source tree, None where it is not one.
+
+    A copy of the tree without its history can be told by the variable BITSPARSE_GIT_COMMIT.
+    """
+    if commit := os.environ.get("BITSPARSE_GIT_COMMIT"):
+        return commit
     here = Path(__file__).resolve()
 
     def git(*arguments: str) -> str:

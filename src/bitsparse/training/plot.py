@@ -42,11 +42,13 @@ def save_chart(comparison: Comparison, path: Path) -> None:
         [(r.seconds_median or 0) * 1e3 for r in timed],
         color=[COLOURS[r.mode] for r in timed],
     )
+    time.margins(y=0.12)
     time.bar_label(bars, [f"{r.ratio_median:.2f}×" for r in timed])
     time.set(title=f"Time per step (× {comparison.reference})", ylabel="ms, median")
     compressed = next((r for r in results if r.last and r.last.density), None)
     if compressed is not None and compressed.last is not None:
         values = compressed.last.density
+        density.xaxis.get_major_locator().set_params(integer=True)
         density.bar(range(1, len(values) + 1), values, color=COLOURS["compressed"])
     density.set(title="Density by layer, last step", xlabel="layer", ylim=(0, 1))
     model, env = comparison.model, comparison.environment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -39,6 +40,16 @@ def get_device(name: str | None) -> torch.device:
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     return device
+
+
+def be_deterministic() -> None:
+    """Have every operation give the same bits each time. Call it before CUDA is first used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Filling memory that is about to be overwritten costs time and changes no result.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
 
 
 @dataclass

@@ -22,6 +22,7 @@ from bitsparse.training.model import ModelConfig, build_model, fit_vocabulary, g
 from bitsparse.training.step import (
     DTYPES,
     Trainee,
+    be_deterministic,
     get_device,
     learning_rate,
     make_trainee,
@@ -115,6 +116,7 @@ def train(config: TrainConfig, on_step: Callable[[Progress], None] | None = None
     """
     config.check()
     writer_class = _summary_writer() if config.tensorboard else None
+    be_deterministic()
     device = get_device(config.device)
     corpus = load_corpus(config.data, config.tokenizer, config.vocab_size)
     model_config = fit_vocabulary(config.model, corpus.vocab_size)
