@@ -1,6 +1,7 @@
 """Every Python block of the README and the docs runs as written."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -25,3 +26,19 @@ def test_links_to_files_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", prose):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_tables_are_those_of_the_result_files():
+    """No figure in a table of results that is not in a committed result file."""
+    table = runpy.run_path(str(ROOT / "benchmarks" / "table.py"))
+    lines = {
+        line
+        for path in (ROOT / "benchmarks" / "results").glob("*.json")
+        for line in [*table["rows"](path), "- " + table["caption"](path)]
+    }
+    for page in (ROOT / "README.md", ROOT / "docs" / "benchmarks.md"):
+        text = page.read_text()
+        shown = [li for li in text.splitlines() if re.search(r"\| (dense|checkpoint|compress)", li)]
+        shown = [li for li in shown if li.count("|") == 9]
+        assert shown
+        assert set(shown) <= lines
