@@ -3,17 +3,25 @@
 After "BitSparse: Compact Activation Storage for ReLU Feed-Forward Networks" (2026).
 """
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-import bitsparse.nn as nn
-from bitsparse.memory import memory_stats, release_workspace
-from bitsparse.ops.feed_forward import ffn
-from bitsparse.tensor import BitSparseTensor, compress, decompress
+if TYPE_CHECKING:
+    import bitsparse.nn as nn
+    from bitsparse.memory import memory_stats, release_workspace
+    from bitsparse.ops.feed_forward import ffn
+    from bitsparse.tensor import BitSparseTensor, compress, decompress
 
-try:
-    __version__ = version("bitsparse")
-except PackageNotFoundError:  # imported from a source tree that is not installed
-    __version__ = "0+unknown"
+    __version__: str
+
+_HOMES = {
+    "BitSparseTensor": "bitsparse.tensor",
+    "compress": "bitsparse.tensor",
+    "decompress": "bitsparse.tensor",
+    "ffn": "bitsparse.ops.feed_forward",
+    "memory_stats": "bitsparse.memory",
+    "release_workspace": "bitsparse.memory",
+}
 
 __all__ = [
     "BitSparseTensor",
@@ -25,3 +33,27 @@ __all__ = [
     "nn",
     "release_workspace",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported at first use: the command line answers before PyTorch is loaded, and can still
+    # choose how PyTorch's threads wait.
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            value: Any = version("bitsparse")
+        except PackageNotFoundError:  # imported from a source tree that is not installed
+            value = "0+unknown"
+    elif name == "nn":
+        value = import_module("bitsparse.nn")
+    elif name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module 'bitsparse' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
