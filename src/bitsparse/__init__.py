@@ -36,8 +36,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported at first use: the command line answers before PyTorch is loaded, and can still
-    # choose how PyTorch's threads wait.
+    # Imported at first use: the command's usage errors do not wait for PyTorch.
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
 

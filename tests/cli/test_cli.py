@@ -174,3 +174,26 @@ def test_a_full_disk_is_one_line(text: Path, tmp_path: Path) -> None:
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     assert "checkpoint.pt" in done.stderr
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_divergence_is_an_error_and_leaves_no_weights(command, tmp_path, text):
+    out = tmp_path / "run"
+    options = ("--steps", 6, "--lr", 1e5, "--data", text, "--output-dir", out)
+    done = bitsparse(command, *TINY, *options)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "diverged" in done.stderr and "--lr" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (out / "model.safetensors").exists()
+    assert not (out / "checkpoint.pt").exists()
+    if command == "train":
+        written = (out / "metrics.jsonl").read_text()
+        assert "NaN" not in written and "Infinity" not in written
+
+
+def test_a_batch_that_no_machine_holds_is_refused(tmp_path, text):
+    options = ("--batch-size", 10**8, "--data", text, "--output-dir", tmp_path / "run")
+    done = bitsparse("train", *TINY, *options)
+    assert done.returncode == 1
+    assert "--batch-size: got 100000000" in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -108,7 +108,7 @@ def test_damaged_files(tmp_path):
     content = path.read_bytes()
     for damaged in (b"", b"nonsense", content[: len(content) // 2]):
         path.write_bytes(damaged)
-        with pytest.raises(UserError, match="not a readable checkpoint"):
+        with pytest.raises(UserError, match="damaged or not a checkpoint"):
             checkpoint.load(path)
     torch.save({"format": 99}, path)
     with pytest.raises(UserError, match="not a checkpoint of format"):

@@ -25,6 +25,8 @@ from bitsparse.training.plot import save_chart
 from bitsparse.training.step import be_deterministic, get_device
 
 CPU_STEPS, GPU_STEPS = 40, 200
+DIFFERENT = 3
+"""Exit status where a memory mode changed the training."""
 SECONDS = 110
 """Limit for the default number of steps, on slow or busy machines."""
 
@@ -64,7 +66,7 @@ def compare(
 ) -> None:
     """Train the same model in each memory mode, side by side: are losses equal, what is saved?
 
-    The exit status is 1 if any loss or final weight differs.
+    The exit status is 3 if any loss or final weight differs, 1 after an error.
     """
     be_deterministic()
     chosen_device = get_device(device)
@@ -89,14 +91,14 @@ def compare(
     )
     console = Console()
     comparison = _run(config, console)
+    _show(comparison, console)  # first: it is not lost if the disk is full
     content = json.dumps(comparison.to_json(), indent=1).encode() + b"\n"
     write_atomically(output_dir / "compare.json", lambda file: file.write(content))
     if plot:
         save_chart(comparison, output_dir / "compare.png")
-    _show(comparison, console)
     console.print(f"written to {output_dir}", highlight=False)
     if not comparison.identical:
-        raise typer.Exit(1)
+        raise typer.Exit(DIFFERENT)
 
 
 def _run(config: CompareConfig, console: Console) -> Comparison:
@@ -141,8 +143,9 @@ def _show(comparison: Comparison, console: Console) -> None:
         title=f"{model.layers} layers, {model.d_model} × {model.hidden}, {model.activation}, "
         f"{comparison.config.batch_size} × {model.seq_len} tokens, {comparison.config.dtype}, "
         f"{env['device']}",
-        caption="Spread: the middle half of the steps. Peak: the largest, with parameters, "
-        "gradients and optimizer state. Kept: for backward, in the last step.",
+        caption=f"Times × {comparison.reference}: the median of the steps' own ratios; spread: "
+        "their middle half. Peak: the largest, with parameters, gradients and optimizer state. "
+        "Kept: for backward, in the last step.",
     )
     table.add_column("")
     for result in comparison.results:

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bitsparse.cli import options as o
+from bitsparse.training.checkpoint import FILE_NAME
 from bitsparse.training.step import be_deterministic, get_device
 from bitsparse.training.train import Progress as StepProgress
 from bitsparse.training.train import TrainConfig
@@ -49,7 +50,12 @@ def train(
         "runs/train"
     ),
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the checkpoint, if there is one.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue from the checkpoint, if there is one. Model, data, --steps and all that "
+            "the losses depend on must be the same; --memory may differ.",
+        ),
     ] = False,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write for TensorBoard too.")
@@ -104,14 +110,20 @@ def _run(config: TrainConfig) -> None:
         if p.eval_loss is not None:
             bar.console.print(f"step {p.step}: loss {p.loss:.4f}, eval {p.eval_loss:.4f}")
 
+    checkpoint = config.output_dir / FILE_NAME
+    if config.resume and not checkpoint.exists():
+        console.print(f"no checkpoint in {config.output_dir}: starting anew", highlight=False)
     try:
         result = run_training(config, show)
     finally:
         if bar.live.is_started:
             bar.stop()
+    if result.loss is None:
+        console.print(f"the run in {config.output_dir} is finished", highlight=False)
     if not result.finished:
         console.print(f"stopped after step {result.step}; the same command with --resume continues")
         raise typer.Exit(130)
     if result.sample:
+        console.print("a sample of what the model writes:")
         console.print(escape(result.sample), style="dim", highlight=False)
     console.print(f"weights and metrics: {config.output_dir}", highlight=False)

@@ -61,7 +61,10 @@ def load(path: Path) -> dict[str, Any]:
         try:
             content = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # torch.load raises many kinds for a file that is damaged
-            raise UserError(f"{path} is not a readable checkpoint: {_first_line(error)}") from error
+            raise UserError(
+                f"{path} is damaged or not a checkpoint; allowed: another --output-dir, or this "
+                "one once the file is removed"
+            ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{path} is not a checkpoint of format {FORMAT}")
     if missing := [k for k in _KEYS if k not in content]:
@@ -72,7 +75,8 @@ def load(path: Path) -> dict[str, Any]:
 def check_config(path: Path, content: dict[str, Any], config: dict[str, Any]) -> None:
     """Raise UserError unless the run that made the checkpoint had this ``config``."""
     saved = content["config"]
-    for name in sorted(config.keys() | saved.keys()):
+    # Last what follows from something else: the error names what was given.
+    for name in sorted(config.keys() | saved.keys(), key=lambda name: (name == "d_ff", name)):
         if saved.get(name) != config.get(name):
             raise UserError(
                 f"--{name.replace('_', '-')}: got {config.get(name)}, {path} was made with "
@@ -130,7 +134,3 @@ def _check_fits(
                     f"{path} does not fit the optimizer: a moment is {tuple(moment.shape)}, "
                     f"its parameter {tuple(parameter.shape)}"
                 )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

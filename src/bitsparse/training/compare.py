@@ -24,7 +24,14 @@ import bitsparse
 from bitsparse.ops.feed_forward import MEMORY_MODES
 from bitsparse.training.accounting import SavedBytes, count_saved, step_peak
 from bitsparse.training.data import load_corpus
-from bitsparse.training.errors import UserError, check_at_least, check_choice, is_out_of_memory
+from bitsparse.training.errors import (
+    UserError,
+    check_at_least,
+    check_batch,
+    check_choice,
+    check_finite,
+    is_out_of_memory,
+)
 from bitsparse.training.files import make_output_dir
 from bitsparse.training.model import ModelConfig, build_model, fit_vocabulary
 from bitsparse.training.step import (
@@ -78,6 +85,7 @@ class CompareConfig:
             raise UserError(f"--modes: got {','.join(self.modes)}, allowed: each mode once")
         check_at_least("--steps", self.steps, 1)
         check_at_least("--batch-size", self.batch_size, 1)
+        check_batch(self.batch_size, self.model.seq_len)
         if self.max_seconds is not None:
             check_at_least("--max-seconds", self.max_seconds, 0)
         check_at_least("--lr", self.lr, 0)
@@ -285,6 +293,7 @@ def _do_step(
         loss, _ = train_step(trainee, [batch], lr)
     _synchronize(trainee.device)
     seconds = time.perf_counter() - began
+    check_finite(loss.item(), step, result.mode)
     result.losses.append(loss.item())
     timed = not accounting and step >= config.untimed
     result.seconds.append(seconds if timed else None)

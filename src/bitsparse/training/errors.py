@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
+import math
 from collections.abc import Iterable
 
 import torch
+
+LARGEST_BATCH = 2**24
+"""Tokens in one batch."""
 
 
 class UserError(Exception):
@@ -24,6 +28,24 @@ def check_at_least(name: str, value: float, least: float, most: float | None = N
     if not (value >= least and (most is None or value <= most)):
         upper = "" if most is None else f" and at most {most}"
         raise UserError(f"{name}: got {value}, allowed: at least {least}{upper}")
+
+
+def check_batch(batch_size: int, seq_len: int) -> None:
+    """Raise UserError for a batch that no machine holds, before the machine tries to."""
+    if batch_size * seq_len > LARGEST_BATCH:
+        raise UserError(
+            f"--batch-size: got {batch_size} x --seq-len {seq_len} tokens, allowed: at most "
+            f"{LARGEST_BATCH} tokens (more in one step: --grad-accum)"
+        )
+
+
+def check_finite(loss: float, step: int, mode: str) -> None:
+    """Raise UserError if training has diverged: nothing worth keeping would follow."""
+    if not math.isfinite(loss):
+        raise UserError(
+            f"the loss of step {step + 1} (memory mode {mode}) is {loss}: training diverged; "
+            "a smaller --lr may help, an earlier checkpoint is kept"
+        )
 
 
 def os_error(path: object, error: BaseException) -> UserError:

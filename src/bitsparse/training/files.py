@@ -65,10 +65,15 @@ def make_output_dir(path: Path) -> None:
     Raises:
         UserError: it cannot be made or written to.
     """
+    if path.exists() and not path.is_dir():
+        raise UserError(f"--output-dir: got {path}, which is a file; allowed: a folder")
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / ".writable.tmp"
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
-        raise UserError(f"--output-dir: {os_error(path, error)}") from error
+        raise UserError(
+            f"--output-dir: no files can be made in {path} ({error.strerror}); "
+            "allowed: a folder that can be written"
+        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,12 @@ class MetricsFile:
             raise os_error(path, error) from error
 
     def write(self, **values: Any) -> None:
-        """Append one line; a number keeps all its bits."""
-        line = json.dumps(values).encode() + b"\n"
+        """Append one line; a number keeps all its bits, one that is not finite is null in JSON."""
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
+        }
+        line = json.dumps(finite, allow_nan=False).encode() + b"\n"
         try:
             if self._file.write(line) != len(line):
                 raise UserError(f"{self.path}: no space left on the disk")

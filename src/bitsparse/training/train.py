@@ -15,7 +15,13 @@ import torch
 from bitsparse.ops.feed_forward import MEMORY_MODES
 from bitsparse.training import checkpoint
 from bitsparse.training.data import Corpus, Split, load_corpus
-from bitsparse.training.errors import UserError, check_at_least, check_choice
+from bitsparse.training.errors import (
+    UserError,
+    check_at_least,
+    check_batch,
+    check_choice,
+    check_finite,
+)
 from bitsparse.training.files import make_output_dir, write_atomically
 from bitsparse.training.metrics import MetricsFile
 from bitsparse.training.model import ModelConfig, build_model, fit_vocabulary, generate
@@ -70,6 +76,7 @@ class TrainConfig:
             check_at_least("--" + name.replace("_", "-"), getattr(self, name), 1)
         for name in ("warmup", "weight_decay", "grad_clip", "eval_batches", "sample_tokens", "lr"):
             check_at_least("--" + name.replace("_", "-"), getattr(self, name), 0)
+        check_batch(self.batch_size, self.model.seq_len)
         check_at_least("--seed", self.seed, 0, LARGEST_SEED)
         check_at_least("--eval-fraction", self.eval_fraction, 0, 0.9)
 
@@ -195,6 +202,7 @@ class _Run:
             batches.append((pair[0].to(device), pair[1].to(device)))
         lr = learning_rate(step, config.steps, config.warmup, config.lr)
         loss, norm = train_step(self.trainee, batches, lr)
+        check_finite(loss.item(), step, config.memory)
         values: dict[str, Any] = {"loss": loss.item(), "lr": lr, "grad_norm": norm.item()}
         seconds = time.perf_counter() - began
         rate = config.grad_accum * config.batch_size * seq_len / seconds
