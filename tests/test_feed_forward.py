@@ -3,8 +3,11 @@
 import copy
 import gc
 import itertools
+import os
 import pickle
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -505,3 +508,80 @@ def test_bad_module_arguments():
         bitsparse.nn.FeedForward(8, 16, memory="none")
     with pytest.raises(ValueError, match="d_ff: got 0"):
         bitsparse.nn.FeedForward(8, 0)
+
+
+def test_tied_and_strided_weights(device):
+    """One tensor in two roles, and weights that are views: the same sums in the same order."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 16, generator=g).to(device).requires_grad_()
+    w = torch.randn(40, 16, generator=g).to(device).requires_grad_()
+    wide = torch.randn(32, 80, generator=g).to(device).requires_grad_()
+    cases = [
+        lambda memory: bitsparse.ffn(x, w, w.t(), activation="relu2", memory=memory),
+        lambda memory: bitsparse.ffn(
+            x, w, wide[::2, ::2], activation="reglu", w_gate=w, memory=memory
+        ),
+        lambda memory: bitsparse.ffn(x, wide[:16, :40].t(), w.t(), memory=memory),
+    ]
+    for case in cases:
+        grads = [
+            torch.autograd.grad(case(memory).square().sum(), [x, w, wide], allow_unused=True)
+            for memory in ("dense", "compressed")
+        ]
+        for expected, actual in zip(*grads, strict=True):
+            assert (expected is None) == (actual is None)
+            if expected is not None:
+                assert_same_values(actual, expected)
+
+
+def test_autocast_without_cache_and_nested(device):
+    pair = modules("reglu", device)
+    x = torch.randn(30, 24, generator=torch.Generator().manual_seed(1)).to(device)
+    for m in pair:
+        with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+            y = m(m(x))
+        with torch.autocast(device.type, torch.bfloat16):
+            z = m(x)
+            with torch.autocast(device.type, enabled=False):
+                z = z.float() + m(z.float())
+        (y.float().sum() + z.sum()).backward()
+    assert_same_parameters_grads(*pair)
+
+
+def test_nothing_leaks_when_a_graph_is_dropped_or_backward_fails(device):
+    gc.collect()
+    before = bitsparse.memory_stats()["live_compressed_bytes"]
+    m, _ = modules("relu2", device)
+    x = torch.randn(99, 24, device=device)
+    y = m(x)
+    del y
+    y = m(x)
+    y.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        y.sum().backward()
+    del y
+    gc.collect()
+    assert bitsparse.memory_stats()["live_compressed_bytes"] == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_can_go_on():
+    """Threads do not survive a fork: a child must not wait for those of its parent."""
+    x = torch.relu(torch.randn(512, 512))
+    expected = x.numpy().tobytes()
+    assert bitsparse.compress(x).to_dense().numpy().tobytes() == expected  # starts the threads
+    child = os.fork()
+    if child == 0:  # not with torch.equal: PyTorch's own OpenMP threads do not survive either
+        os._exit(bitsparse.compress(x).to_dense().numpy().tobytes() != expected)
+    deadline = time.monotonic() + 60
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            break
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            pytest.fail("the child hangs")
+        time.sleep(0.05)
+    assert os.waitstatus_to_exitcode(status) == 0
