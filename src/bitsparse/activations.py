@@ -23,6 +23,11 @@ class Activation:
     relu_up: bool = False
     """Whether ReLU is applied to ``up`` too."""
 
+    @property
+    def plain(self) -> bool:
+        """ReLU itself: its result is all that it depends on, and may overwrite its input."""
+        return not self.gated and not self.squared
+
     def dense(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         """The plain PyTorch computation that every compressed one equals bit for bit."""
         hidden = torch.relu(gate)

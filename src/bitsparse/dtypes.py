@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bitsparse import layout
+
 _PATTERN_BY_SIZE = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 SUPPORTED_DTYPES: tuple[torch.dtype, ...] = tuple(
@@ -29,6 +31,11 @@ COMPUTE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.b
 def pattern_dtype(dtype: torch.dtype) -> torch.dtype:
     """The integer dtype that holds one bit pattern of ``dtype``."""
     return _PATTERN_BY_SIZE[dtype.itemsize]
+
+
+def offset_dtype(numel: int) -> torch.dtype:
+    """The integer dtype of the tile offsets of ``numel`` elements."""
+    return torch.int32 if layout.offset_bytes(numel) == 4 else torch.int64
 
 
 def bit_width(dtype: torch.dtype) -> int:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from bitsparse import codings, dtypes, layout, memory
 from bitsparse.backends import Support, backend_for
-from bitsparse.codings.base import ValueCoding
 
 
 class BitSparseTensor:
@@ -179,31 +178,25 @@ def compress(x: Tensor, support: str = "auto", values: str = "auto") -> BitSpars
     backend = backend_for(x.device)
     coding = codings.support_coding("flat" if support == "auto" else support)
     found = backend.find_support(coding, patterns)
+    assert found.totals is not None
     nnz, any_sign, _ = found.totals.tolist()
-    sizes = {
-        name: _stream_bytes(codings.value_coding(name), nnz, x.dtype)
-        for name in codings.VALUES
-        if codings.value_coding(name).applies(x.dtype, bool(any_sign))
-    }
     if values == "auto":
-        values = min(sizes, key=lambda name: sizes[name])
-        if (
-            support == "auto"
-            and sizes[values] + coding.nbytes(x.numel()) >= x.numel() * x.element_size()
-        ):
+        value_coding = codings.smallest_values(nnz, x.dtype, bool(any_sign))
+        size = coding.nbytes(x.numel()) + codings.stream_nbytes(value_coding, nnz, x.dtype)
+        if support == "auto" and size >= x.numel() * x.element_size():
             return _dense(x, patterns, nnz)
-    elif values not in sizes:
-        raise ValueError(
-            f"values: got {values!r}, but a sign bit is set in x; allowed: "
-            f"'auto', {', '.join(map(repr, sizes))}"
-        )
-    stream = backend.encode(
-        codings.value_coding(values),
-        backend.gather(found, patterns, nnz, relu=False),
-        x.dtype,
-    )
+    else:
+        value_coding = codings.value_coding(values)
+        applicable = codings.applicable_values(x.dtype, bool(any_sign))
+        if value_coding not in applicable:
+            raise ValueError(
+                f"values: got {values!r}, but a sign bit is set in x; allowed: "
+                f"'auto', {', '.join(repr(c.name) for c in applicable)}"
+            )
+    raw = backend.gather(found, patterns, nnz, relu=False)
+    stream = backend.encode(value_coding, raw, x.dtype)
     buffers = {"mask": found.mask, "offsets": found.offsets, "values": stream}
-    return BitSparseTensor(x.shape, x.dtype, nnz, coding.name, values, buffers)
+    return BitSparseTensor(x.shape, x.dtype, nnz, coding.name, value_coding.name, buffers)
 
 
 def decompress(c: BitSparseTensor) -> Tensor:
@@ -220,12 +213,7 @@ def _dense(x: Tensor, patterns: Tensor, nnz: int) -> BitSparseTensor:
 
 
 def _support_of(name: str, buffers: dict[str, Tensor]) -> Support:
-    totals = buffers["values"].new_empty(0, dtype=torch.int64)
-    return Support(codings.support_coding(name), buffers["mask"], buffers["offsets"], totals)
-
-
-def _stream_bytes(coding: ValueCoding, count: int, dtype: torch.dtype) -> int:
-    return coding.stream_length(count, dtype) * coding.stream_dtype(dtype).itemsize
+    return Support(codings.support_coding(name), buffers["mask"], buffers["offsets"])
 
 
 def _check_compressible(x: Tensor) -> None:
@@ -289,7 +277,7 @@ def _check_parts(
         raise ValueError(f"nnz: got {nnz}, the mask has {positions.numel()} positions")
     counts = torch.bincount(positions // layout.TILE, minlength=layout.num_tiles(numel))
     offsets = buffers["offsets"]
-    offset_dtype = torch.int32 if layout.offset_bytes(numel) == 4 else torch.int64
+    offset_dtype = dtypes.offset_dtype(numel)
     if offsets.dtype != offset_dtype or not torch.equal(
         offsets.to(torch.int64), counts.cumsum(0) - counts
     ):

@@ -27,11 +27,12 @@ class Support:
     """int32: the coded positions. For dReLU: where relu(gate) fires (or either is special)."""
     offsets: Tensor
     """int32 or int64 ``[tiles]``: nonzeros before each tile."""
-    totals: Tensor
-    """int64 ``[3]`` on the same device: number of nonzeros; whether any kept value of the first
-    stream has its sign bit set; the same for the second stream."""
     up_mask: Tensor | None = None
     """dReLU only: where relu(up) fires (or either is special). Values are kept where both are."""
+
+    totals: Tensor | None = None
+    """int64 ``[3]`` on the same device, of a support that was just found: number of nonzeros;
+    whether any kept value of the first stream has its sign bit set; the same for the second."""
 
     def value_mask(self) -> Tensor:
         """The mask of the positions whose values are kept."""
@@ -52,9 +53,6 @@ class Kept:
     """Stream of relu(gate) at the kept positions."""
     up: Tensor | None = None
     """Stream of up (dReLU: relu(up)) at the kept positions."""
-
-    def value_mask(self) -> Tensor:
-        return self.support.value_mask()
 
 
 class Backend(Protocol):

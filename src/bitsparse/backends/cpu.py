@@ -55,8 +55,7 @@ class CpuBackend:
         numel = gate.numel()
         support = _allocate_support(coding, numel, activation.relu_up)
         counts, signs = _allocate_counts(numel)
-        overwrites = not activation.gated and not activation.squared
-        hidden = gate if overwrites else torch.empty_like(gate)
+        hidden = gate if activation.plain else torch.empty_like(gate)
         _over_tiles(
             _kernels(coding, gate.dtype).activate,
             numel,
@@ -127,7 +126,7 @@ class CpuBackend:
         _over_tiles(
             _kernels(kept.support.coding, kept.dtype).hidden,
             kept.numel,
-            _np(kept.value_mask()),
+            _np(kept.support.value_mask()),
             kept.support.offsets.numpy(),
             gate,
             up,
@@ -151,7 +150,7 @@ class CpuBackend:
         kernels = _kernels(kept.support.coding, kept.dtype)
         support, grad = kept.support, _np(grad_hidden)
         mask, offsets, numel = _np(support.mask), support.offsets.numpy(), kept.numel
-        if not activation.gated and not activation.squared:
+        if activation.plain:
             _over_tiles(kernels.mask_gradient, numel, mask, numel, grad)
             return grad_hidden, None
         assert kept.gate is not None
@@ -168,7 +167,7 @@ class CpuBackend:
             numel,
             mask,
             up_mask,
-            _np(kept.value_mask()),
+            _np(kept.support.value_mask()),
             offsets,
             gate,
             up,
@@ -235,7 +234,6 @@ def _allocate_support(coding: SupportCoding, numel: int, two_masks: bool) -> Sup
         coding,
         torch.empty(words, dtype=torch.int32),
         _EMPTY,
-        _EMPTY,
         torch.empty(words, dtype=torch.int32) if two_masks else None,
     )
 
@@ -248,8 +246,7 @@ def _allocate_counts(numel: int) -> tuple[Any, Any]:
 def _finish(support: Support, numel: int, counts: Any, signs: Any) -> Support:
     ends = np.cumsum(counts)
     nnz = int(ends[-1]) if ends.size else 0
-    offset_dtype = np.int32 if layout.offset_bytes(numel) == 4 else np.int64
-    support.offsets = torch.from_numpy((ends - counts).astype(offset_dtype))
+    support.offsets = torch.from_numpy(ends - counts).to(dtypes.offset_dtype(numel))
     support.totals = torch.tensor([nnz, int(signs[:, 0].any()), int(signs[:, 1].any())])
     return support
 

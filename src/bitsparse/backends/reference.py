@@ -50,7 +50,7 @@ class ReferenceBackend:
             None if flat_up is None else dtypes.to_patterns(flat_up),
         )
         hidden = _multiply(activation, torch.relu(gate), up, fp32_math)
-        return (gate.copy_(hidden) if _overwrites(activation) else hidden), support
+        return (gate.copy_(hidden) if activation.plain else hidden), support
 
     def gather(self, support: Support, source: Tensor, nnz: int, relu: bool) -> Tensor:
         if relu:
@@ -136,10 +136,6 @@ class ReferenceBackend:
         return expand(kept.gate, kept.gate_coding), expand(kept.up, kept.up_coding)
 
 
-def _overwrites(activation: Activation) -> bool:
-    return not activation.gated and not activation.squared
-
-
 def _special(values: Tensor) -> Tensor:
     """Infinite, NaN, or -0.0."""
     return ~values.isfinite() | ((values == 0) & values.signbit())
@@ -172,7 +168,6 @@ def _support(
     padded = kept.new_zeros(layout.num_tiles(numel) * layout.TILE)
     padded[:numel] = kept
     per_tile = padded.view(-1, layout.TILE).sum(1)
-    offset_dtype = torch.int32 if layout.offset_bytes(numel) == 4 else torch.int64
 
     def any_sign(values: Tensor | None) -> Tensor:
         if values is None:
@@ -183,9 +178,9 @@ def _support(
     return Support(
         coding,
         coding.encode(fires),
-        (per_tile.cumsum(0) - per_tile).to(offset_dtype),
-        torch.stack([per_tile.sum(), any_sign(patterns), any_sign(up_patterns)]),
+        (per_tile.cumsum(0) - per_tile).to(dtypes.offset_dtype(numel)),
         None if up_fires is None else coding.encode(up_fires),
+        torch.stack([per_tile.sum(), any_sign(patterns), any_sign(up_patterns)]),
     )
 
 

@@ -574,8 +574,7 @@ class TritonBackend:
     ) -> tuple[Tensor, Support]:
         numel = gate.numel()
         support, counts = _allocate_support(coding, numel, gate.device, activation.relu_up)
-        overwrites = not activation.gated and not activation.squared
-        hidden = gate if overwrites else torch.empty_like(gate)
+        hidden = gate if activation.plain else torch.empty_like(gate)
         if numel:
             bits = _bits(gate)
             with _on(gate.device):
@@ -655,14 +654,14 @@ class TritonBackend:
     def hidden(self, activation: Activation, kept: Kept, fp32_math: bool, out: Tensor) -> Tensor:
         assert kept.gate is not None
         bits = _bits(out)
-        if not activation.gated and not activation.squared:  # the kept values themselves
+        if activation.plain:  # the kept values themselves
             self._scatter(kept.support, kept.gate_coding, kept.gate, kept.numel, kept.dtype, bits)
         elif kept.numel:
             with _on(out.device):
                 hidden_kernel[(layout.num_tiles(kept.numel),)](
                     kept.gate,
                     kept.gate if kept.up is None else kept.up,
-                    kept.value_mask(),
+                    kept.support.value_mask(),
                     kept.support.offsets,
                     bits,
                     kept.numel,
@@ -700,7 +699,7 @@ class TritonBackend:
         grad = _bits(grad_hidden)
         grid = (layout.num_tiles(numel),)
         with _on(grad.device):
-            if not activation.gated and not activation.squared:
+            if activation.plain:
                 mask_gradient_kernel[grid](
                     grad,
                     support.mask,
@@ -800,14 +799,13 @@ def _allocate_support(
 ) -> tuple[Support, Tensor]:
     """A support to be filled in, and the counts of its tiles; complete if ``numel`` is 0."""
     tiles, length = layout.num_tiles(numel), coding.mask_length(numel)
-    offset_dtype = torch.int32 if layout.offset_bytes(numel) == 4 else torch.int64
     allocate_totals = torch.empty if numel else torch.zeros
     support = Support(
         coding,
         torch.empty(length, dtype=torch.int32, device=device),
-        torch.empty(tiles, dtype=offset_dtype, device=device),
-        allocate_totals(3, dtype=torch.int64, device=device),
+        torch.empty(tiles, dtype=dtypes.offset_dtype(numel), device=device),
         torch.empty(length, dtype=torch.int32, device=device) if two_masks else None,
+        allocate_totals(3, dtype=torch.int64, device=device),
     )
     return support, torch.empty(tiles, dtype=torch.int32, device=device)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 
+import torch
+
 from bitsparse.codings.base import SupportCoding, ValueCoding
 
 SUPPORTS = ("flat",)
@@ -25,6 +27,21 @@ def support_coding(name: str) -> SupportCoding:
 def value_coding(name: str) -> ValueCoding:
     """The value coding of that name; its file is imported at first use."""
     return import_module(f"bitsparse.codings.{name}").CODING  # type: ignore[no-any-return]
+
+
+def stream_nbytes(coding: ValueCoding, count: int, dtype: torch.dtype) -> int:
+    """Bytes of ``count`` values of ``dtype``."""
+    return coding.stream_length(count, dtype) * coding.stream_dtype(dtype).itemsize
+
+
+def applicable_values(dtype: torch.dtype, any_sign: bool) -> list[ValueCoding]:
+    """The value codings that keep such values without loss."""
+    return [c for c in map(value_coding, VALUES) if c.applies(dtype, any_sign)]
+
+
+def smallest_values(count: int, dtype: torch.dtype, any_sign: bool) -> ValueCoding:
+    """The applicable value coding that takes the fewest bytes."""
+    return min(applicable_values(dtype, any_sign), key=lambda c: stream_nbytes(c, count, dtype))
 
 
 def check_support_name(name: str) -> None:
@@ -44,8 +61,11 @@ __all__ = [
     "VALUES",
     "SupportCoding",
     "ValueCoding",
+    "applicable_values",
     "check_support_name",
     "check_values_name",
+    "smallest_values",
+    "stream_nbytes",
     "support_coding",
     "value_coding",
 ]

@@ -79,4 +79,5 @@ class ValueCoding(Protocol):
 
     # Triton: a jit function passed to the kernels as a compile-time argument.
     triton_load: Any
-    """``(stream_ptr, rank, mask, WIDTH) -> int32``: the patterns of the values at those ranks."""
+    """``(stream_ptr, rank, mask, WIDTH) -> int32``: the patterns of the values at those ranks:
+    int32, counted from ``stream_ptr``, which stands at a value whose rank is a multiple of 32."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bitsparse import layout
 from bitsparse.backends.optional import numba_jit, tl, triton_jit
+from bitsparse.codings import words
 from bitsparse.layout import TILE
 
 # --------------------------------------------------------------------------- reference
@@ -23,31 +24,23 @@ class FlatSupport:
     name = "flat"
 
     def nbytes(self, numel: int) -> int:
-        return 4 * layout.num_mask_words(numel) + layout.offset_bytes(numel) * layout.num_tiles(
-            numel
-        )
+        return 4 * self.mask_length(numel) + layout.offset_bytes(numel) * layout.num_tiles(numel)
 
     def mask_length(self, numel: int) -> int:
         return layout.num_mask_words(numel)
 
     def encode(self, nonzero: Tensor) -> Tensor:
-        words = layout.num_mask_words(nonzero.numel())
-        bits = nonzero.new_zeros(words * layout.WORD_BITS, dtype=torch.int64)
-        bits[: nonzero.numel()] = nonzero
-        weights = 1 << torch.arange(layout.WORD_BITS, device=nonzero.device)
-        return _as_int32((bits.view(words, layout.WORD_BITS) * weights).sum(1))
+        return words.pack(nonzero)
 
     def positions(self, mask: Tensor, numel: int) -> Tensor:
-        shifts = torch.arange(layout.WORD_BITS, device=mask.device, dtype=torch.int32)
-        bits = (mask[:, None] >> shifts) & 1
-        return bits.reshape(-1)[:numel].nonzero().view(-1)
+        return words.unpack(mask, numel).nonzero().view(-1)
 
     def check(self, mask: Tensor, numel: int) -> None:
-        words = layout.num_mask_words(numel)
-        if mask.dtype != torch.int32 or mask.shape != (words,):
+        length = self.mask_length(numel)
+        if mask.dtype != torch.int32 or mask.shape != (length,):
             raise ValueError(
                 f"mask: got {mask.dtype} of shape {tuple(mask.shape)}, "
-                f"a flat mask of {numel} elements is torch.int32 of shape ({words},)"
+                f"a flat mask of {numel} elements is torch.int32 of shape ({length},)"
             )
         tail = numel % layout.WORD_BITS
         if tail and (int(mask[-1]) & 0xFFFFFFFF) >> tail:
@@ -72,11 +65,6 @@ class FlatSupport:
     @property
     def triton_store(self) -> object:
         return _store
-
-
-def _as_int32(values: Tensor) -> Tensor:
-    """Unsigned 32-bit values held in int64, as int32 of the same bits."""
-    return torch.where(values > layout.INT32_MAX, values - (1 << 32), values).to(torch.int32)
 
 
 CODING = FlatSupport()

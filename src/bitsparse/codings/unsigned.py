@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bitsparse import dtypes, layout
 from bitsparse.backends.optional import tl, triton_jit
+from bitsparse.codings import words
 
 
 class UnsignedValues:
@@ -32,20 +33,13 @@ class UnsignedValues:
         return dtypes.bit_width(dtype) - 1
 
     def encode(self, patterns: Tensor, dtype: torch.dtype) -> Tensor:
-        width = self.width(dtype)
-        words = self.stream_length(patterns.numel(), dtype)
-        stream = patterns.new_zeros(words * layout.WORD_BITS, dtype=torch.int64)
-        shifts = torch.arange(width, device=patterns.device)
+        shifts = torch.arange(self.width(dtype), device=patterns.device)
         bits = (patterns.to(torch.int64)[:, None] >> shifts) & 1
-        stream[: bits.numel()] = bits.reshape(-1)
-        weights = 1 << torch.arange(layout.WORD_BITS, device=patterns.device)
-        values = (stream.view(words, layout.WORD_BITS) * weights).sum(1)
-        return torch.where(values > layout.INT32_MAX, values - (1 << 32), values).to(torch.int32)
+        return words.pack(bits.reshape(-1))
 
     def decode(self, stream: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         width = self.width(dtype)
-        shifts = torch.arange(layout.WORD_BITS, device=stream.device, dtype=torch.int32)
-        bits = ((stream[:, None] >> shifts) & 1).reshape(-1)[: count * width].view(count, width)
+        bits = words.unpack(stream, count * width).view(count, width)
         weights = 1 << torch.arange(width, device=stream.device)
         return (bits * weights).sum(1).to(dtypes.pattern_dtype(dtype))
 

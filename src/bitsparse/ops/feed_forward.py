@@ -239,22 +239,22 @@ class _ActivationDown(torch.autograd.Function):
         hidden, support = backend.activate(
             codings.support_coding("flat"), activation, gate, up, fp32_math
         )
+        assert support.totals is not None
         totals = _Totals(support.totals)
         # The projection needs the dense tensor anyway and runs for longer than the counts take to
         # reach the host: nothing idles while we wait for them.
         out = F.linear(hidden, w_down, b_down)
-        if hidden.data_ptr() != gate.data_ptr():
-            del hidden
+        del hidden  # the memory of `gate` where plain ReLU has overwritten it, else free now
         nnz, gate_signs, up_signs = totals.wait()
 
         def keep(source: Tensor, relu: bool, any_sign: int) -> tuple[ValueCoding, Tensor]:
-            coding = _choose_values(nnz, source.dtype, bool(any_sign))
+            coding = codings.smallest_values(nnz, source.dtype, bool(any_sign))
             patterns = backend.gather(support, source.view(-1), nnz, relu)
             return coding, backend.encode(coding, patterns, source.dtype)
 
         gate_coding = up_coding = codings.value_coding("raw")
         gate_stream = up_stream = None
-        if need_weight or activation.squared or activation.gated:
+        if need_weight or not activation.plain:
             gate_coding, gate_stream = keep(gate, True, gate_signs)
         if up is not None:
             up_coding, up_stream = keep(up, activation.relu_up, up_signs)
@@ -299,7 +299,7 @@ class _ActivationDown(torch.autograd.Function):
         if meta is not None:
             w_down, mask, offsets, up_mask, gate_stream, up_stream = ctx.saved_tensors
             kept = Kept(
-                Support(meta.support, mask, offsets, offsets, up_mask),
+                Support(meta.support, mask, offsets, up_mask),
                 meta.nnz,
                 meta.numel,
                 meta.dtype,
@@ -362,12 +362,6 @@ class _Totals:
         if self._event is not None:
             self._event.synchronize()
         return self._host.tolist()
-
-
-def _choose_values(nnz: int, dtype: torch.dtype, any_sign: bool) -> ValueCoding:
-    """The value coding that takes the fewest bytes."""
-    allowed = [c for c in map(codings.value_coding, codings.VALUES) if c.applies(dtype, any_sign)]
-    return min(allowed, key=lambda c: c.stream_length(nnz, dtype) * c.stream_dtype(dtype).itemsize)
 
 
 def _check_arguments(
