@@ -1,5 +1,6 @@
 """Fixtures shared by all tests. With a GPU the same tests run there too."""
 
+import importlib.util
 import os
 
 import torch
@@ -20,6 +21,8 @@ needs_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 BACKENDS = ["reference-cpu", "cpu-cpu"]
 if CUDA:
     BACKENDS += ["reference-cuda", "triton-cuda"]
+    if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.core"):
+        BACKENDS += ["cuda-cuda"]
 elif HAVE_TRITON:
     BACKENDS += ["triton-cpu"]  # interpreted
 

@@ -15,11 +15,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import bitsparse
+from bitsparse import codings
 from bitsparse.activations import ACTIVATIONS
 from bitsparse.dtypes import COMPUTE_DTYPES
+from bitsparse.layout import table_words
 from helpers import assert_same_values
 
 NAMES = ("x", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate")
+MODES = [*(("compressed", codec) for codec in codings.POLICIES), ("dense", "fast")]
+MODES += [("checkpoint", "fast")]
 SPECIALS = [float("nan"), float("inf"), float("-inf"), -0.0, 0.0, 1e-45, -1e-45, 1e-40, 3e38, -3e38]
 
 
@@ -71,15 +75,15 @@ def run(fn, tensors, grad=None, transform=lambda x: x):
 
 def assert_identical(activation, tensors, **kwargs):
     expected = run(lambda **t: plain(activation, **t), tensors, **kwargs)
-    for memory in ("compressed", "dense", "checkpoint"):
+    for memory, codec in MODES:
         actual = run(
-            lambda **t: bitsparse.ffn(**t, activation=activation, memory=memory),  # noqa: B023
+            lambda **t: bitsparse.ffn(**t, activation=activation, memory=memory, codec=codec),  # noqa: B023
             tensors,
             **kwargs,
         )
         assert actual.keys() == expected.keys()
         for name, e in expected.items():
-            assert_same_values(actual[name], e, f"{activation} {memory} {name}")
+            assert_same_values(actual[name], e, f"{activation} {memory} {codec} {name}")
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -107,27 +111,30 @@ def test_special_values_in_the_pre_activations(backend_device, activation, dtype
         x[:, n:] = pairs[:, 1][: size - n]
         x = x.to(dtype).to(backend_device)
         grads = {}
-        for memory in ("plain", "compressed"):
+        for codec in ("plain", *codings.POLICIES):
             # The pre-activations themselves are the leaves; the projection is the identity.
             gate = x[:, :n].clone().requires_grad_()
             up = x[:, n:].clone().requires_grad_()
             w_down = torch.eye(n, device=backend_device, dtype=dtype).requires_grad_()
             act = ACTIVATIONS[activation]
-            if memory == "plain":
+            if codec == "plain":
                 hidden = act.dense(gate, up if act.gated else None)
                 y = F.linear(hidden, w_down)
             else:
                 from bitsparse.ops.feed_forward import _ActivationDown
 
+                leaf_up = up.clone() if act.gated else None
                 y = _ActivationDown.apply(
-                    gate.clone(), up.clone() if act.gated else None, w_down, None, act, False, None
+                    gate.clone(), leaf_up, w_down, None, act, False, codec, None
                 )
             dy = torch.full_like(y, value)
             dy[0] = -1.0
             leaves = [gate, w_down] + ([up] if act.gated else [])
-            grads[memory] = [y.detach(), *torch.autograd.grad(y, leaves, dy)]
-        for i, (a, e) in enumerate(zip(grads["compressed"], grads["plain"], strict=True)):
-            assert_same_values(a, e, f"{activation} {dtype} result {i} for gradient {value}")
+            grads[codec] = [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+        for codec in codings.POLICIES:
+            for i, (a, e) in enumerate(zip(grads[codec], grads["plain"], strict=True)):
+                what = f"{activation} {dtype} {codec} result {i} for gradient {value}"
+                assert_same_values(a, e, what)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -147,18 +154,18 @@ def test_every_16_bit_pattern_as_pre_activation(backend_device, interpreted, act
         grad = torch.randn(rows, 64, generator=torch.Generator().manual_seed(2))
         grad = grad.to(dtype).to(backend_device)
         results = []
-        for compressed in (False, True):
+        for codec in ("plain", *codings.POLICIES):
             gate, up = gate0.clone().requires_grad_(), up0.clone().requires_grad_()
-            if compressed:
-                y = _ActivationDown.apply(
-                    gate.clone(), up.clone() if act.gated else None, w, None, act, False, None
-                )
+            if codec != "plain":
+                leaf_up = up.clone() if act.gated else None
+                y = _ActivationDown.apply(gate.clone(), leaf_up, w, None, act, False, codec, None)
             else:
                 y = F.linear(act.dense(gate, up if act.gated else None), w)
             leaves = [gate, up] if act.gated else [gate]
             results.append([y.detach(), *torch.autograd.grad(y, leaves, grad)])
-        for a, e in zip(results[1], results[0], strict=True):
-            assert_same_values(a, e, f"{activation} {dtype}")
+        for codec, result in zip(codings.POLICIES, results[1:], strict=True):
+            for a, e in zip(result, results[0], strict=True):
+                assert_same_values(a, e, f"{activation} {dtype} {codec}")
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -200,12 +207,11 @@ def test_float32_math_inside_16_bit(backend_device, activation):
         up0 = (torch.randn(40, 64, generator=g) * 30).to(dtype).to(backend_device)
         w = torch.eye(64, dtype=dtype, device=backend_device).requires_grad_()
         results = []
-        for compressed in (False, True):
+        for codec in ("plain", *codings.POLICIES):
             gate, up = gate0.clone().requires_grad_(), up0.clone().requires_grad_()
-            if compressed:
-                y = _ActivationDown.apply(
-                    gate.clone(), up.clone() if act.gated else None, w, None, act, True, None
-                )
+            if codec != "plain":
+                leaf_up = up.clone() if act.gated else None
+                y = _ActivationDown.apply(gate.clone(), leaf_up, w, None, act, True, codec, None)
             else:
                 hidden = torch.relu(gate).float().square()
                 if act.gated:
@@ -214,8 +220,42 @@ def test_float32_math_inside_16_bit(backend_device, activation):
             leaves = [gate, w, up] if act.gated else [gate, w]
             dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(4)).to(y)
             results.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
-        for a, e in zip(results[1], results[0], strict=True):
-            assert_same_values(a, e, f"{activation} {dtype}")
+        for codec, result in zip(codings.POLICIES, results[1:], strict=True):
+            for a, e in zip(result, results[0], strict=True):
+                assert_same_values(a, e, f"{activation} {dtype} {codec}")
+
+
+@pytest.mark.parametrize("support", ["flat", "bucketed"])
+@pytest.mark.parametrize("values", [*codings.VALUES, "mixed"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_coding(backend_device, interpreted, monkeypatch, activation, support, values):
+    """Whatever a policy would choose. Values that a coding cannot hold take its signed sibling."""
+    signed = {"unsigned": "raw", "exponent3": "signed_exponent3", "exponent4": "signed_exponent4"}
+    used = set()
+
+    def choose(counts, policy):
+        pair = (values, values) if values != "mixed" else ("exponent3", "signed_exponent4")
+        wanted = [
+            signed.get(name, name) if stream.any_sign else name
+            for name, stream in zip(pair, counts.streams, strict=False)
+        ]
+        used.update(wanted)
+        found = tuple(codings.value_coding(name) for name in wanted)
+        return codings.Choice(codings.support_coding(support), found, 0)
+
+    shape, d_ff = ((64, 24), 80) if interpreted else ((200, 24), 200)
+    for dtype in COMPUTE_DTYPES[1:] if interpreted else COMPUTE_DTYPES:
+        t = inputs(activation, shape, d_ff, dtype, backend_device)
+        with torch.no_grad():
+            t["x"][3] = float("nan")  # a tile with the largest exponent, and escapes
+            t["x"][5] *= 2.0**-9
+        expected = run(lambda **t: plain(activation, **t), t)
+        with monkeypatch.context() as patch:
+            patch.setattr(codings, "choose", choose)
+            actual = run(lambda **t: bitsparse.ffn(**t, activation=activation), t)
+        for name, e in expected.items():
+            assert_same_values(actual[name], e, f"{dtype} {name}")
+    assert used
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -257,13 +297,13 @@ def test_only_what_a_gradient_needs(device, activation):
         for name, tensor in t.items():
             tensor.requires_grad_(name in names)
         before = bitsparse.memory_stats()["live_compressed_bytes"]
-        y = bitsparse.ffn(**t, activation=activation)
+        y = bitsparse.ffn(**t, activation=activation, codec="fast")
         return bitsparse.memory_stats()["live_compressed_bytes"] - before + 0 * y.numel()
 
     assert kept_bytes("b_down") == 0
     assert kept_bytes("w_down") > 0
     if activation == "relu":
-        mask_only = 64 * 80 // 8 + 4 * 2
+        mask_only = 64 * 80 // 8 + 4 * table_words(2)
         assert kept_bytes("x") == mask_only
         assert kept_bytes("x", "w_down") > mask_only
 
@@ -473,6 +513,7 @@ def bad(match, error=ValueError, **changes):
         bad("activation: got 'gelu', allowed", activation="gelu"),
         bad("activation: got None, allowed", activation=None),
         bad("memory: got 'offload', allowed", memory="offload"),
+        bad("codec: got 'zstd', allowed", codec="zstd"),
         bad("w_gate: got None", activation="reglu"),
         bad("w_gate: got a tensor", w_gate=torch.randn(16, 8)),
         bad("b_gate: got a tensor", b_gate=torch.randn(16)),
@@ -506,6 +547,8 @@ def test_bad_module_arguments():
         bitsparse.nn.FeedForward(8, 16, "gelu")
     with pytest.raises(ValueError, match="memory: got 'none'"):
         bitsparse.nn.FeedForward(8, 16, memory="none")
+    with pytest.raises(ValueError, match="codec: got 'tiny'"):
+        bitsparse.nn.FeedForward(8, 16, codec="tiny")
     with pytest.raises(ValueError, match="d_ff: got 0"):
         bitsparse.nn.FeedForward(8, 0)
 

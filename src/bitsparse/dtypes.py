@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitsparse import layout
-
 _PATTERN_BY_SIZE = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 SUPPORTED_DTYPES: tuple[torch.dtype, ...] = tuple(
@@ -33,14 +31,22 @@ def pattern_dtype(dtype: torch.dtype) -> torch.dtype:
     return _PATTERN_BY_SIZE[dtype.itemsize]
 
 
-def offset_dtype(numel: int) -> torch.dtype:
-    """The integer dtype of the tile offsets of ``numel`` elements."""
-    return torch.int32 if layout.offset_bytes(numel) == 4 else torch.int64
-
-
 def bit_width(dtype: torch.dtype) -> int:
     """Bits of one element of ``dtype``."""
     return 8 * dtype.itemsize
+
+
+_MANTISSA_BITS = {"float32": 23, "bfloat16": 7, "float16": 10, "e4m3": 3, "e5m2": 2}
+
+
+def mantissa_bits(dtype: torch.dtype) -> int:
+    """Bits of the mantissa that are stored; sign and exponent are the rest."""
+    return next(bits for name, bits in _MANTISSA_BITS.items() if name in str(dtype))
+
+
+def exponent_bits(dtype: torch.dtype) -> int:
+    """Bits of the exponent field."""
+    return bit_width(dtype) - 1 - mantissa_bits(dtype)
 
 
 def names(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 _lock = threading.Lock()
 _live: dict[int, tuple[int, int]] = {}
 _next_key = 0
-_scratch: dict[tuple[str, int, int], Tensor] = {}
+_scratch: dict[tuple[object, ...], Tensor] = {}
 
 
 def track_live(buffers: list[Tensor], dense_bytes: int) -> None:
@@ -38,10 +38,10 @@ def storage_bytes(buffers: list[Tensor]) -> int:
 def pinned_scratch(like: Tensor, stream: int) -> Tensor:
     """Page-locked host memory for an asynchronous copy of ``like`` (small) on a CUDA stream.
 
-    One buffer a thread, device and stream, valid until the next call for these; the caller waits
-    for its copy before it asks again. :func:`release_workspace` frees it.
+    One buffer a shape, thread, device and stream, valid until the next call for these; the caller
+    waits for its copy before it asks again. :func:`release_workspace` frees it.
     """
-    key = (str(like.device), stream, threading.get_ident())
+    key = (tuple(like.shape), str(like.device), stream, threading.get_ident())
     buffer = _scratch.get(key)
     if buffer is None:
         buffer = _scratch[key] = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from bitsparse import codings
 from bitsparse.activations import get_activation
 from bitsparse.ops.feed_forward import (
     KeptReport,
@@ -25,6 +26,7 @@ class FeedForward(nn.Module):
         activation: "relu", "relu2", "reglu", "reglu2" or "drelu"; see :func:`bitsparse.ffn`.
         bias: whether the projections have biases.
         memory: "compressed", "dense" or "checkpoint"; may be changed between steps.
+        codec: "fast", "balanced" or "small"; may be changed between steps.
         device: where the parameters are made.
         dtype: dtype of the parameters.
 
@@ -43,17 +45,20 @@ class FeedForward(nn.Module):
         bias: bool = False,
         memory: str = "compressed",
         *,
+        codec: str = "balanced",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         act = get_activation(activation)
         check_memory_mode(memory)
+        codings.check_policy(codec)
         for name, size in (("d_model", d_model), ("d_ff", d_ff)):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name}: got {size!r}, allowed: a positive integer")
         self.activation = activation
         self.memory = memory
+        self.codec = codec
         self.kept = None
         self.up = nn.Linear(d_model, d_ff, bias=bias, device=device, dtype=dtype)
         if act.gated:
@@ -79,6 +84,7 @@ class FeedForward(nn.Module):
             self.down.bias,
             None if gate is None else gate.bias,
             self.memory,
+            self.codec,
             self._set_kept,
         )
 
@@ -86,7 +92,7 @@ class FeedForward(nn.Module):
         self.kept = kept
 
     def extra_repr(self) -> str:
-        return f"activation={self.activation!r}, memory={self.memory!r}"
+        return f"activation={self.activation!r}, memory={self.memory!r}, codec={self.codec!r}"
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +12,11 @@ from torch import Tensor
 
 from bitsparse import codings, dtypes, layout, memory
 from bitsparse.backends import Support, backend_for
+from bitsparse.codings import Mask, Stream, full, tables, words
+
+_MAX_NUMEL = 2**60
+_CHECKED_TILES = 256
+_MAX_DIMS = 64  # PyTorch's own limit
 
 
 class BitSparseTensor:
@@ -26,7 +33,7 @@ class BitSparseTensor:
     nnz: int
     """Elements whose bit pattern is not zero (-0.0 counts, +0.0 does not)."""
     support: str
-    """Coding of the positions; "full" where every element is stored."""
+    """Coding of the positions; "empty" where no element is nonzero."""
     values: str
     """Coding of the values; "dense" where every element is stored at full width."""
 
@@ -62,7 +69,9 @@ class BitSparseTensor:
         Raises:
             ValueError: naming what is not as the format says.
         """
-        _check_parts(torch.Size(shape), dtype, nnz, support, values, buffers)
+        check_shape(shape)
+        shape = torch.Size(shape)
+        _check_parts(shape, dtype, nnz, support, values, buffers)
         return cls(shape, dtype, nnz, support, values, buffers)
 
     @property
@@ -97,14 +106,12 @@ class BitSparseTensor:
         """The dense tensor: contiguous, new memory, every bit as it was."""
         if self.values == "dense":
             patterns = self._buffers["values"].clone()
+        elif self.nnz == 0:
+            pattern = dtypes.pattern_dtype(self.dtype)
+            patterns = self._buffers["values"].new_zeros(self.numel(), dtype=pattern)
         else:
-            patterns = backend_for(self.device).scatter(
-                _support_of(self.support, self._buffers),
-                codings.value_coding(self.values),
-                self._buffers["values"],
-                self.numel(),
-                self.dtype,
-            )
+            support, stream = _parts(self.shape, self.nnz, self.support, self.values, self._buffers)
+            patterns = backend_for(self.device).scatter(support, stream, self.dtype)
         return dtypes.from_patterns(patterns, self.dtype, self.shape)
 
     def to(self, device: torch.device | str) -> BitSparseTensor:
@@ -144,16 +151,24 @@ class BitSparseTensor:
         )
 
 
-def compress(x: Tensor, support: str = "auto", values: str = "auto") -> BitSparseTensor:
+def compress(
+    x: Tensor, support: str = "auto", values: str = "auto", *, codec: str = "balanced"
+) -> BitSparseTensor:
     """Compress a tensor without losing a bit.
 
     Args:
         x: any strided tensor of float32, float16, bfloat16 or float8, on any device, of any shape,
-            strides and density. Not changed; no gradient flows through.
-        support: coding of the positions: "auto" or "flat" (one bit an element).
+            strides and density. Not changed; no gradient flows through. The last dimension should
+            be the neurons: the format makes use of neighbouring tokens firing the same ones.
+        support: coding of the positions: "auto"; "flat" (one bit an element); "bucketed" (only
+            nonempty groups of eight tokens); "full" (possible where every element is nonzero).
         values: coding of the values: "auto"; "raw" (full width); "unsigned" (without the sign bit,
-            possible where none is set); "dense" (every element, full width). "auto" takes what is
-            smallest, which is "dense" where nothing is smaller than the tensor itself.
+            possible where none is set); "exponent" (mantissas whole, exponents in 3 or 4 bits: the
+            smallest of "exponent4", "exponent3" and, where a sign occurs, "signed_exponent4",
+            "signed_exponent3"); "dense" (every element, full width).
+        codec: what "auto" prefers: "small" the smallest codings; "balanced" the fastest of those
+            within 5 % of the smallest; "fast" the smallest of the flat, raw and unsigned ones.
+            Whatever the codec, a tensor that nothing makes smaller is stored dense.
 
     Returns:
         The compressed tensor, on the device of ``x``.
@@ -163,40 +178,41 @@ def compress(x: Tensor, support: str = "auto", values: str = "auto") -> BitSpars
         ValueError: an unknown coding, or one that cannot hold the values of ``x``.
     """
     _check_compressible(x)
-    codings.check_support_name(support)
-    codings.check_values_name(values)
-    if values == "dense" and support != "auto":
+    codings.check_names(codec, support, values)
+    if values == "dense" and support not in ("auto", "full"):
         raise ValueError(
             f"values: got 'dense' with support={support!r}, "
             "'dense' stores every position: allowed with support='auto'"
         )
     patterns = dtypes.to_patterns(x)
     if values == "dense" or patterns.numel() == 0:
-        nnz = int(torch.count_nonzero(patterns))
-        return _dense(x, patterns, nnz)
+        return _dense(x, patterns, int(torch.count_nonzero(patterns)))
 
     backend = backend_for(x.device)
-    coding = codings.support_coding("flat" if support == "auto" else support)
-    found = backend.find_support(coding, patterns)
-    assert found.totals is not None
-    nnz, any_sign, _ = found.totals.tolist()
-    if values == "auto":
-        value_coding = codings.smallest_values(nnz, x.dtype, bool(any_sign))
-        size = coding.nbytes(x.numel()) + codings.stream_nbytes(value_coding, nnz, x.dtype)
-        if support == "auto" and size >= x.numel() * x.element_size():
-            return _dense(x, patterns, nnz)
-    else:
-        value_coding = codings.value_coding(values)
-        applicable = codings.applicable_values(x.dtype, bool(any_sign))
-        if value_coding not in applicable:
-            raise ValueError(
-                f"values: got {values!r}, but a sign bit is set in x; allowed: "
-                f"'auto', {', '.join(repr(c.name) for c in applicable)}"
-            )
-    raw = backend.gather(found, patterns, nnz, relu=False)
-    stream = backend.encode(value_coding, raw, x.dtype)
-    buffers = {"mask": found.mask, "offsets": found.offsets, "values": stream}
-    return BitSparseTensor(x.shape, x.dtype, nnz, coding.name, value_coding.name, buffers)
+    survey = backend.survey(
+        layout.geometry(x.shape),
+        patterns,
+        x.dtype,
+        codings.needs_statistics(codec, support, values),
+    )
+    counts = survey.counts(survey.totals.tolist())
+    if counts.nnz == 0 and support == "auto" and values == "auto":
+        none = torch.empty(0, dtype=patterns.dtype, device=patterns.device)
+        return BitSparseTensor(x.shape, x.dtype, 0, "empty", "raw", {"values": none})
+    choice = codings.choose(counts, codec, support, values)
+    if support == values == "auto" and choice.nbytes >= x.numel() * x.element_size():
+        return _dense(x, patterns, counts.nnz)
+    found = backend.encode_support(choice.support, survey, counts)
+    (value_coding,) = choice.values
+    stream = backend.encode_values(value_coding, survey, counts, patterns, 0, relu=False)
+    return BitSparseTensor(
+        x.shape,
+        x.dtype,
+        counts.nnz,
+        choice.support.name,
+        value_coding.name,
+        _buffers(found, stream),
+    )
 
 
 def decompress(c: BitSparseTensor) -> Tensor:
@@ -206,14 +222,74 @@ def decompress(c: BitSparseTensor) -> Tensor:
     return c.to_dense()
 
 
+def check_shape(shape: Sequence[int]) -> None:
+    """Raise ValueError unless these are the sizes of a tensor whose bytes 64 bits can count."""
+    if len(shape) > _MAX_DIMS:
+        raise ValueError(f"shape: got {len(shape)} dimensions, allowed: at most {_MAX_DIMS}")
+    if any(type(size) is not int or not 0 <= size <= _MAX_NUMEL for size in shape):
+        raise ValueError(
+            f"shape: got {tuple(shape)}, allowed: whole numbers from 0 to {_MAX_NUMEL}"
+        )
+    if math.prod(size or 1 for size in shape) > _MAX_NUMEL:
+        raise ValueError(f"shape: got {tuple(shape)}, allowed: at most {_MAX_NUMEL} elements")
+
+
 def _dense(x: Tensor, patterns: Tensor, nnz: int) -> BitSparseTensor:
     # `patterns` may be a view of x: the copy makes the result independent of it.
     stored = patterns.clone() if patterns.data_ptr() == x.data_ptr() else patterns
     return BitSparseTensor(x.shape, x.dtype, nnz, "full", "dense", {"values": stored})
 
 
-def _support_of(name: str, buffers: dict[str, Tensor]) -> Support:
-    return Support(codings.support_coding(name), buffers["mask"], buffers["offsets"])
+def _buffers(support: Support, stream: Stream) -> dict[str, Tensor]:
+    """The buffers by name; the inverse of :func:`_parts`."""
+    flat = support.mask.coding.name == "flat"
+    named = {
+        "mask" if flat else "groups": support.mask.words,
+        "buckets": support.mask.buckets,
+        "bucket_offsets": support.mask.bucket_offsets,
+        "offsets": support.offsets,
+        "values": stream.values,
+        "exponents": stream.exponents,
+        "escapes": stream.escapes,
+        "escape_offsets": stream.escape_offsets,
+    }
+    return {name: buffer for name, buffer in named.items() if buffer is not None}
+
+
+_SUPPORT_BUFFERS = {
+    "flat": ("mask", "offsets"),
+    "bucketed": ("groups", "buckets", "bucket_offsets", "offsets"),
+    "full": ("offsets",),
+}
+
+
+def buffer_names(support: str, values: str) -> set[str]:
+    """The buffers of a tensor that is coded so; any known codings may be given."""
+    if support == "empty" or values == "dense":
+        return {"values"}
+    names = {*_SUPPORT_BUFFERS[support], "values"}
+    if codings.value_coding(values).field:
+        names |= {"exponents", "escapes", "escape_offsets"}
+    return names
+
+
+def _parts(
+    shape: torch.Size, nnz: int, support: str, values: str, buffers: dict[str, Tensor]
+) -> tuple[Support, Stream]:
+    mask = Mask(
+        codings.support_coding(support),
+        buffers.get("mask", buffers.get("groups")),
+        buffers.get("buckets"),
+        buffers.get("bucket_offsets"),
+    )
+    stream = Stream(
+        codings.value_coding(values),
+        buffers["values"],
+        buffers.get("exponents"),
+        buffers.get("escapes"),
+        buffers.get("escape_offsets"),
+    )
+    return Support(layout.geometry(shape), nnz, buffers["offsets"], mask), stream
 
 
 def _check_compressible(x: Tensor) -> None:
@@ -237,51 +313,61 @@ def _check_parts(
 ) -> None:
     if dtype not in dtypes.SUPPORTED_DTYPES:
         raise ValueError(f"dtype: got {dtype}, allowed: {dtypes.names(dtypes.SUPPORTED_DTYPES)}")
-    if any(not isinstance(s, int) or s < 0 for s in shape):
-        raise ValueError(f"shape: got {tuple(shape)}, allowed: sizes >= 0")
     numel = shape.numel()
-    if not isinstance(nnz, int) or not 0 <= nnz <= numel:
+    if type(nnz) is not int or not 0 <= nnz <= numel:
         raise ValueError(f"nnz: got {nnz}, allowed: 0 to {numel} for shape {tuple(shape)}")
-    wanted = {"values"} if values == "dense" else {"mask", "offsets", "values"}
+    special = {"empty": "raw"}.get(support, "dense" if values == "dense" else None)
+    if special is None and support not in codings.SUPPORTS:
+        allowed = ("empty", *codings.SUPPORTS)
+        raise ValueError(f"support: got {support!r}, allowed: {allowed}")
+    if special is None and values not in codings.VALUES:
+        raise ValueError(f"values: got {values!r}, allowed: {('dense', *codings.VALUES)}")
+    if special == "raw" and values != "raw":
+        raise ValueError(f"values: got {values!r} with support='empty', allowed: 'raw'")
+    if special == "dense" and support != "full":
+        raise ValueError(f"support: got {support!r} with values='dense', allowed: 'full'")
+    wanted = buffer_names(support, values)
     if set(buffers) != wanted:
-        raise ValueError(f"buffers: got {sorted(buffers)}, values={values!r} has {sorted(wanted)}")
+        raise ValueError(
+            f"buffers: got {sorted(buffers)}, support={support!r} with values={values!r} "
+            f"has {sorted(wanted)}"
+        )
+    if not all(isinstance(b, Tensor) and b.layout == torch.strided for b in buffers.values()):
+        raise ValueError("buffers: got something that is not a strided tensor")
     if len({b.device for b in buffers.values()}) != 1:
         raise ValueError("buffers: got more than one device, allowed: one")
     if not all(b.is_contiguous() for b in buffers.values()):
         raise ValueError("buffers: got a tensor that is not contiguous")
-    stream = buffers["values"]
-
-    def check_stream(stream_dtype: torch.dtype, length: int) -> None:
-        if stream.dtype != stream_dtype or stream.shape != (length,):
-            raise ValueError(
-                f"values: got {stream.dtype} of shape {tuple(stream.shape)}, "
-                f"{nnz} values coded {values!r} are {stream_dtype} of shape ({length},)"
-            )
-
-    if values == "dense":
-        if support != "full":
-            raise ValueError(f"support: got {support!r} with values='dense', allowed: 'full'")
-        check_stream(dtypes.pattern_dtype(dtype), numel)
-        if int(torch.count_nonzero(stream)) != nnz:
+    stored = buffers["values"]
+    if special is not None:
+        length = numel if special == "dense" else 0
+        words.check_buffer("values", stored, dtypes.pattern_dtype(dtype), length)
+        if int(torch.count_nonzero(stored)) != nnz:
             raise ValueError(f"nnz: got {nnz}, the values have another number of nonzeros")
         return
-    if support not in codings.SUPPORTS:
-        raise ValueError(f"support: got {support!r}, allowed: {codings.SUPPORTS}")
-    if values not in codings.VALUES:
-        raise ValueError(f"values: got {values!r}, allowed: {codings.VALUES}")
-    coding, value_coding = codings.support_coding(support), codings.value_coding(values)
-    check_stream(value_coding.stream_dtype(dtype), value_coding.stream_length(nnz, dtype))
-    coding.check(buffers["mask"], numel)
-    positions = coding.positions(buffers["mask"], numel)
-    if positions.numel() != nnz:
-        raise ValueError(f"nnz: got {nnz}, the mask has {positions.numel()} positions")
-    counts = torch.bincount(positions // layout.TILE, minlength=layout.num_tiles(numel))
-    offsets = buffers["offsets"]
-    offset_dtype = dtypes.offset_dtype(numel)
-    if offsets.dtype != offset_dtype or not torch.equal(
-        offsets.to(torch.int64), counts.cumsum(0) - counts
-    ):
-        raise ValueError(
-            f"offsets: got {offsets.dtype} of shape {tuple(offsets.shape)}, allowed: "
-            f"{offset_dtype}, for each tile the number of nonzeros in the tiles before it"
-        )
+    if numel == 0:
+        raise ValueError(f"support: got {support!r} for a tensor without elements, allowed: 'full'")
+    found, stream = _parts(shape, nnz, support, values, buffers)
+    geometry, coding = found.geometry, found.mask.coding
+    # Lengths come first: nothing below takes memory for a number that no buffer stands behind.
+    if not coding.applies(geometry, nnz):
+        raise ValueError(f"nnz: got {nnz} with support={support!r}, allowed: {numel}")
+    width = stream.coding.width(dtype)
+    if width == dtypes.bit_width(dtype):
+        words.check_buffer("values", stored, dtypes.pattern_dtype(dtype), nnz)
+    else:
+        words.check_buffer("values", stored, torch.int32, layout.packed_words(nnz, width))
+    starts = tables.check("offsets", found.offsets, geometry.tiles, layout.TILE, nnz)
+    stream.coding.check(stream, dtype, starts)
+    # A part after the other: what decoding takes is not taken here.
+    for i, mask_words in enumerate(coding.check(found.mask, geometry, _CHECKED_TILES)):
+        first = i * _CHECKED_TILES
+        last = min(first + _CHECKED_TILES, geometry.tiles)
+        inside = full.inside(geometry, first, last).to(stored.device)
+        lacking = inside.numel() - mask_words.numel()
+        mask_words = torch.nn.functional.pad(mask_words.to(stored.device), (0, lacking))
+        if bool((mask_words & ~inside).any()):
+            raise ValueError("mask: got a bit that is set outside the tensor")
+        per_tile = words.count_bits(mask_words).view(last - first, -1).sum(1)
+        if not torch.equal(per_tile, starts[first + 1 : last + 1] - starts[first:last]):
+            raise ValueError("nnz, offsets: got a tile whose mask has another number of positions")

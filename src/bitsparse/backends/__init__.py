@@ -1,6 +1,7 @@
 """Backends: the same operations by different means, chosen by the tensor's device.
 
-``reference`` (plain PyTorch, the specification), ``cpu`` (Numba), ``triton`` (CUDA and ROCm).
+``reference`` (plain PyTorch, the specification), ``cpu`` (Numba), ``triton`` (CUDA and ROCm),
+``cuda`` (Triton and, for what these are faster at, kernels in CUDA C++).
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from importlib import import_module
 
 import torch
 
-from bitsparse.backends.base import Backend, Kept, Support, find_backend_module
+from bitsparse.backends.base import Backend, Kept, Support, Survey, backend_names
 
-BACKENDS = ("reference", "cpu", "triton")
+BACKENDS = ("reference", "cpu", "triton", "cuda")
 
 _forced: str | None = None
 
@@ -33,19 +34,23 @@ def get_backend(name: str) -> Backend:
     return import_module(f"bitsparse.backends.{name}").BACKEND  # type: ignore[no-any-return]
 
 
+_OPTIONAL = ("cuda",)  # what the next one in line does nearly as well: no warning without it
+
+
 @cache
 def _default_backend(device_type: str) -> Backend:
-    name = find_backend_module(torch.device(device_type))
-    try:
-        return get_backend(name)
-    except ImportError as error:
-        warnings.warn(
-            f"bitsparse: the {name} backend cannot be used ({error}); "
-            "falling back to the slow reference backend",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-        return get_backend("reference")
+    for name in backend_names(device_type):
+        try:
+            return get_backend(name)
+        except ImportError as error:
+            if name not in _OPTIONAL:
+                warnings.warn(
+                    f"bitsparse: the {name} backend cannot be used ({error}); "
+                    "falling back to the slow reference backend",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+    raise AssertionError("the reference backend serves every device")
 
 
 def backend_for(device: torch.device) -> Backend:
@@ -65,4 +70,13 @@ def force_backend(name: str) -> Iterator[None]:
         _forced = before
 
 
-__all__ = ["BACKENDS", "Backend", "Kept", "Support", "backend_for", "force_backend", "get_backend"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Kept",
+    "Support",
+    "Survey",
+    "backend_for",
+    "force_backend",
+    "get_backend",
+]

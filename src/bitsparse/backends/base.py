@@ -1,6 +1,6 @@
 """What a backend provides, and the data that flows through it.
 
-    activation -> support -> values -> (backward) -> hidden, gradients
+    activate -> survey -> (choice of codings) -> support, streams -> (backward) hidden, gradient
 
 The reference backend (:mod:`bitsparse.backends.reference`) is the specification; every other one
 gives the same bits.
@@ -15,44 +15,86 @@ import torch
 from torch import Tensor
 
 from bitsparse.activations import Activation
-from bitsparse.codings.base import SupportCoding, ValueCoding
+from bitsparse.codings import Counts, Mask, Stream, StreamCounts, SupportCoding, ValueCoding
+from bitsparse.codings.exponent import FIELDS
+from bitsparse.layout import Geometry
+
+# Rows of the counts per tile, in the order in which the first pass needs them.
+NNZ = 0
+BUCKETS = 1
+ESCAPES = 2  # of the first stream, one row for each of FIELDS; then of the second
+UP_BUCKETS = ESCAPES + 2 * len(FIELDS)
+
+
+def count_rows(streams: int, masks: int, statistics: bool) -> int:
+    """How many rows of counts there are for so many streams and masks."""
+    if not statistics:
+        return 1
+    return UP_BUCKETS + 1 if masks == 2 else ESCAPES + streams * len(FIELDS)
 
 
 @dataclass
+class Survey:
+    """What the first pass leaves: positions, one bit a slot, and exact counts."""
+
+    geometry: Geometry
+    dtype: torch.dtype
+    streams: int
+    words: Tensor
+    """int32 ``[mask_words]``: nonzeros. dReLU: where relu(gate) fires (or either is special)."""
+    up_words: Tensor | None
+    """dReLU only: where relu(up) fires (or either is special). Values are kept where both are."""
+    totals: Tensor
+    """int64 ``[2 + rows]``: whether any kept value of the first, second stream has its sign bit
+    set; then the sums of the counts, in the order above."""
+    tables: Tensor
+    """int32 ``[rows, table_words]``: the offset tables of the counts."""
+    exponents: Tensor | None
+    """uint8 ``[streams, tiles]``: the largest exponent among the kept values of each tile."""
+
+    def counts(self, totals: list[int]) -> Counts:
+        """``totals``: the tensor's numbers on the host."""
+        masks = 1 if self.up_words is None else 2
+        sums = totals[2:]
+        statistics = len(sums) > 1
+        buckets = (
+            [sums[row] for row in (BUCKETS, UP_BUCKETS)[:masks]] if statistics else [0] * masks
+        )
+        streams = []
+        for i in range(self.streams):
+            first = ESCAPES + i * len(FIELDS)
+            escapes = dict(zip(FIELDS, sums[first:], strict=False)) if statistics else {}
+            streams.append(StreamCounts(bool(totals[i]), escapes))
+        return Counts(self.geometry, self.dtype, sums[NNZ], tuple(buckets), tuple(streams))
+
+    def table(self, row: int) -> Tensor:
+        """One table, in memory of its own."""
+        return self.tables[row].clone()
+
+
+@dataclass(frozen=True)
 class Support:
     """Positions of the nonzeros of one tensor (or of the pair of tensors of a gated activation)."""
 
-    coding: SupportCoding
-    mask: Tensor
-    """int32: the coded positions. For dReLU: where relu(gate) fires (or either is special)."""
+    geometry: Geometry
+    nnz: int
     offsets: Tensor
-    """int32 or int64 ``[tiles]``: nonzeros before each tile."""
-    up_mask: Tensor | None = None
-    """dReLU only: where relu(up) fires (or either is special). Values are kept where both are."""
-
-    totals: Tensor | None = None
-    """int64 ``[3]`` on the same device, of a support that was just found: number of nonzeros;
-    whether any kept value of the first stream has its sign bit set; the same for the second."""
-
-    def value_mask(self) -> Tensor:
-        """The mask of the positions whose values are kept."""
-        return self.mask if self.up_mask is None else self.mask & self.up_mask
+    """Offset table of the values."""
+    mask: Mask
+    up_mask: Mask | None = None
+    """dReLU only; values are kept where both masks are set."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Kept:
     """What a compressed feed-forward keeps for backward; ``None`` for what no gradient needs."""
 
     support: Support
-    nnz: int
-    numel: int
     dtype: torch.dtype
-    gate_coding: ValueCoding
-    up_coding: ValueCoding
-    gate: Tensor | None = None
-    """Stream of relu(gate) at the kept positions."""
-    up: Tensor | None = None
-    """Stream of up (dReLU: relu(up)) at the kept positions."""
+    gate: Stream | None = None
+    """relu(gate) at the kept positions."""
+    up: Stream | None = None
+    """up (dReLU: relu(up)) at the kept positions."""
 
 
 class Backend(Protocol):
@@ -60,18 +102,24 @@ class Backend(Protocol):
 
     name: str
 
-    def find_support(self, coding: SupportCoding, patterns: Tensor) -> Support:
-        """Support of ``patterns`` (integer ``[numel]``): nonzero means that any bit is set."""
+    def survey(
+        self, geometry: Geometry, patterns: Tensor, dtype: torch.dtype, statistics: bool
+    ) -> Survey:
+        """Find the nonzeros of ``patterns`` (integer ``[numel]``): any bit set.
+
+        Without ``statistics`` only nonzeros and signs are counted.
+        """
 
     def activate(
         self,
-        coding: SupportCoding,
+        geometry: Geometry,
         activation: Activation,
         gate: Tensor,
         up: Tensor | None,
         fp32_math: bool,
-    ) -> tuple[Tensor, Support]:
-        """The hidden tensor (shape and dtype of ``gate``) and the support for its backward.
+        statistics: bool,
+    ) -> tuple[Tensor, Survey]:
+        """The hidden tensor (shape and dtype of ``gate``) and what its backward must keep.
 
         Kept positions: relu(gate) positive or NaN; gated forms also where relu(gate) or ``up``
         (dReLU: relu(up)) is infinite, NaN or -0.0, since products with zero show these.
@@ -80,20 +128,24 @@ class Backend(Protocol):
         dtype, as CUDA autocast does around ``torch.square``.
         """
 
-    def gather(self, support: Support, source: Tensor, nnz: int, relu: bool) -> Tensor:
-        """Patterns ``[nnz]`` of ``source`` at the kept positions, of relu(source) if ``relu``."""
+    def encode_support(self, coding: SupportCoding, survey: Survey, counts: Counts) -> Support:
+        """Code the positions that a survey found."""
 
-    def encode(self, coding: ValueCoding, patterns: Tensor, dtype: torch.dtype) -> Tensor:
-        """Store ``patterns`` (integer ``[count]``) as a stream of ``coding``."""
-
-    def scatter(
+    def encode_values(
         self,
-        support: Support,
-        values: ValueCoding,
-        stream: Tensor,
-        numel: int,
-        dtype: torch.dtype,
-    ) -> Tensor:
+        coding: ValueCoding,
+        survey: Survey,
+        counts: Counts,
+        source: Tensor,
+        stream: int,
+        relu: bool,
+    ) -> Stream:
+        """Code the patterns of ``source`` at the kept positions, of relu(source) if ``relu``.
+
+        ``stream``: 0 or 1, which of the survey's streams they are.
+        """
+
+    def scatter(self, support: Support, stream: Stream, dtype: torch.dtype) -> Tensor:
         """Decode: integer patterns ``[numel]`` with zero where nothing is stored."""
 
     def hidden(self, activation: Activation, kept: Kept, fp32_math: bool, out: Tensor) -> Tensor:
@@ -114,9 +166,9 @@ class Backend(Protocol):
         """Gradients of ``gate`` and ``up`` (``[numel]``); may overwrite ``grad_hidden``."""
 
 
-def find_backend_module(device: torch.device) -> str:
-    """Which backend serves tensors on ``device``."""
-    return {"cuda": "triton", "cpu": "cpu"}.get(device.type, "reference")
+def backend_names(device_type: str) -> tuple[str, ...]:
+    """The backends that serve tensors on devices of this type, the fastest first."""
+    return {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}.get(device_type, ()) + ("reference",)
 
 
-__all__ = ["Backend", "Kept", "Support", "find_backend_module"]
+__all__ = ["Backend", "Kept", "Support", "Survey", "backend_names"]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitsparse import dtypes, layout
+from bitsparse import dtypes
 from bitsparse.activations import Activation
-from bitsparse.backends.base import Kept, Support
-from bitsparse.codings.base import SupportCoding, ValueCoding
+from bitsparse.backends.base import Kept, Support, Survey, count_rows
+from bitsparse.codings import Counts, Mask, Stream, SupportCoding, ValueCoding, slots, tables, words
+from bitsparse.codings.exponent import FIELDS
+from bitsparse.layout import TILE, Geometry
 
 
 class ReferenceBackend:
@@ -16,21 +18,24 @@ class ReferenceBackend:
 
     name = "reference"
 
-    def find_support(self, coding: SupportCoding, patterns: Tensor) -> Support:
-        nonzero = patterns != 0
-        return _support(coding, nonzero, nonzero, None, patterns, None)
+    def survey(
+        self, geometry: Geometry, patterns: Tensor, dtype: torch.dtype, statistics: bool
+    ) -> Survey:
+        return _survey(geometry, dtype, patterns != 0, None, [patterns], statistics)
 
     def activate(
         self,
-        coding: SupportCoding,
+        geometry: Geometry,
         activation: Activation,
         gate: Tensor,
         up: Tensor | None,
         fp32_math: bool,
-    ) -> tuple[Tensor, Support]:
+        statistics: bool,
+    ) -> tuple[Tensor, Survey]:
         flat_gate, flat_up = torch.relu(gate).view(-1), None if up is None else up.view(-1)
         fires = ~(flat_gate <= 0)  # NaN fires
         up_fires: Tensor | None = None
+        streams = [dtypes.to_patterns(flat_gate)]
         if flat_up is not None:
             # PyTorch multiplies by zeros too, which gives NaN where the other factor is not
             # finite, and another sign where the zero is -0.0: these positions are kept as well.
@@ -40,40 +45,45 @@ class ReferenceBackend:
             if activation.relu_up:
                 up_fires = ~(flat_up <= 0) | either
             fires = fires | either
-        kept = fires if up_fires is None else fires & up_fires
-        support = _support(
-            coding,
-            fires,
-            kept,
-            up_fires,
-            dtypes.to_patterns(flat_gate),
-            None if flat_up is None else dtypes.to_patterns(flat_up),
-        )
+            streams.append(dtypes.to_patterns(flat_up))
+        survey = _survey(geometry, gate.dtype, fires, up_fires, streams, statistics)
         hidden = _multiply(activation, torch.relu(gate), up, fp32_math)
-        return (gate.copy_(hidden) if activation.plain else hidden), support
+        return (gate.copy_(hidden) if activation.plain else hidden), survey
 
-    def gather(self, support: Support, source: Tensor, nnz: int, relu: bool) -> Tensor:
-        if relu:
-            source = torch.relu(source)
-        numel = source.numel()
-        positions = support.coding.positions(support.value_mask(), numel)
-        return dtypes.to_patterns(source)[positions]
+    def encode_support(self, coding: SupportCoding, survey: Survey, counts: Counts) -> Support:
+        up = survey.up_words
+        return Support(
+            survey.geometry,
+            counts.nnz,
+            survey.table(0),
+            coding.encode(survey.words, survey.geometry),
+            None if up is None else coding.encode(up, survey.geometry),
+        )
 
-    def encode(self, coding: ValueCoding, patterns: Tensor, dtype: torch.dtype) -> Tensor:
-        return coding.encode(patterns, dtype)
-
-    def scatter(
+    def encode_values(
         self,
-        support: Support,
-        values: ValueCoding,
-        stream: Tensor,
-        numel: int,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        positions = support.coding.positions(support.value_mask(), numel)
-        dense = stream.new_zeros(numel, dtype=dtypes.pattern_dtype(dtype))
-        dense[positions] = values.decode(stream, positions.numel(), dtype)
-        return dense
+        coding: ValueCoding,
+        survey: Survey,
+        counts: Counts,
+        source: Tensor,
+        stream: int,
+        relu: bool,
+    ) -> Stream:
+        patterns = dtypes.to_patterns(torch.relu(source) if relu else source)
+        kept = survey.words if survey.up_words is None else survey.words & survey.up_words
+        positions = _positions(kept, survey.geometry)
+        values = slots.from_elements(patterns, survey.geometry)[positions]
+        return coding.encode(values, survey.dtype, positions // TILE, survey.geometry.tiles)
+
+    def scatter(self, support: Support, stream: Stream, dtype: torch.dtype) -> Tensor:
+        geometry = support.geometry
+        kept = self._words(support.mask, geometry)
+        if support.up_mask is not None:
+            kept = kept & self._words(support.up_mask, geometry)
+        positions = _positions(kept, geometry)
+        dense = stream.values.new_zeros(geometry.tiles * TILE, dtype=dtypes.pattern_dtype(dtype))
+        dense[positions] = stream.coding.decode(stream, dtype, positions // TILE, geometry.tiles)
+        return slots.to_elements(dense, geometry)
 
     def hidden(self, activation: Activation, kept: Kept, fp32_math: bool, out: Tensor) -> Tensor:
         gate, up = self._dense(kept)
@@ -93,15 +103,13 @@ class ReferenceBackend:
     ) -> tuple[Tensor | None, Tensor | None]:
         support = kept.support
         gate, up = self._dense(kept)
-        fires = torch.zeros(kept.numel, dtype=torch.bool, device=grad_hidden.device)
-        fires[support.coding.positions(support.mask, kept.numel)] = True
+        fires = self._fires(support.mask, support.geometry)
         up_fires: Tensor | None = None
         if gate is None:  # only the support is kept: every kept position fires
             gate = fires.to(kept.dtype)
         elif support.up_mask is not None:
             assert up is not None
-            up_fires = torch.zeros_like(fires)
-            up_fires[support.coding.positions(support.up_mask, kept.numel)] = True
+            up_fires = self._fires(support.up_mask, support.geometry)
             both = fires & up_fires
             up_fires = torch.where(both, ~(up <= 0), up_fires)
             fires = torch.where(both, ~(gate <= 0), fires)
@@ -126,14 +134,20 @@ class ReferenceBackend:
     def _dense(self, kept: Kept) -> tuple[Tensor | None, Tensor | None]:
         """relu(gate) and up, with +0.0 where they are not kept."""
 
-        def expand(stream: Tensor | None, coding: ValueCoding) -> Tensor | None:
+        def expand(stream: Stream | None) -> Tensor | None:
             if stream is None:
                 return None
-            return self.scatter(kept.support, coding, stream, kept.numel, kept.dtype).view(
-                kept.dtype
-            )
+            return self.scatter(kept.support, stream, kept.dtype).view(kept.dtype)
 
-        return expand(kept.gate, kept.gate_coding), expand(kept.up, kept.up_coding)
+        return expand(kept.gate), expand(kept.up)
+
+    def _words(self, mask: Mask, geometry: Geometry) -> Tensor:
+        return mask.coding.decode(mask, geometry)
+
+    def _fires(self, mask: Mask, geometry: Geometry) -> Tensor:
+        """Whether the mask is set: bool ``[numel]``."""
+        set_bits = words.unpack(self._words(mask, geometry), geometry.slots)
+        return slots.to_elements(set_bits != 0, geometry)
 
 
 def _special(values: Tensor) -> Tensor:
@@ -155,33 +169,57 @@ def _multiply(
     return hidden.to(relu_gate.dtype)
 
 
-def _support(
-    coding: SupportCoding,
+def _positions(kept: Tensor, geometry: Geometry) -> Tensor:
+    """Slots whose bits are set in the words of a mask: int64, ascending."""
+    return words.unpack(kept, geometry.slots).nonzero().view(-1)
+
+
+def _survey(
+    geometry: Geometry,
+    dtype: torch.dtype,
     fires: Tensor,
-    kept: Tensor,
     up_fires: Tensor | None,
-    patterns: Tensor,
-    up_patterns: Tensor | None,
-) -> Support:
-    """Code the masks and count: bool ``[numel]`` masks, integer patterns of the two streams."""
-    numel = kept.numel()
-    padded = kept.new_zeros(layout.num_tiles(numel) * layout.TILE)
-    padded[:numel] = kept
-    per_tile = padded.view(-1, layout.TILE).sum(1)
-
-    def any_sign(values: Tensor | None) -> Tensor:
-        if values is None:
-            return kept.new_zeros((), dtype=torch.int64)
-        sign = values < 0 if values.dtype != torch.uint8 else values >= 128
-        return (sign & kept).any().to(torch.int64)
-
-    return Support(
-        coding,
-        coding.encode(fires),
-        (per_tile.cumsum(0) - per_tile).to(dtypes.offset_dtype(numel)),
-        None if up_fires is None else coding.encode(up_fires),
-        torch.stack([per_tile.sum(), any_sign(patterns), any_sign(up_patterns)]),
+    streams: list[Tensor],
+    statistics: bool,
+) -> Survey:
+    """Masks and counts from bool ``[numel]`` masks and the integer patterns of the streams."""
+    masks = [slots.from_elements(m, geometry) for m in (fires, up_fires) if m is not None]
+    kept = torch.stack(masks).all(0).view(-1, TILE)
+    mask_words = [words.pack(m[: geometry.slots]) for m in masks]
+    m, e = dtypes.mantissa_bits(dtype), dtypes.exponent_bits(dtype)
+    signs, escapes, exponents = [], [], []
+    for patterns in streams:
+        values = slots.from_elements(patterns, geometry).view(-1, TILE).to(torch.int64)
+        signs.append(((values >> (m + e)) & 1 != 0) & kept)
+        exponent = torch.where(kept, (values >> m) & ((1 << e) - 1), 0)
+        largest = exponent.amax(1, keepdim=True)
+        exponents.append(largest.view(-1).to(torch.uint8))
+        for field in FIELDS:
+            escapes.append((kept & (largest - exponent >= (1 << field) - 1)).sum(1))
+    rows = [kept.sum(1)]
+    if statistics:
+        rows += [_bucket_bytes(masks[0]), *escapes]
+        if up_fires is not None:
+            rows.append(_bucket_bytes(masks[1]))
+    assert len(rows) == count_rows(len(streams), len(masks), statistics)
+    any_sign = [s.any() for s in signs] + [kept.new_zeros(())] * (2 - len(signs))
+    return Survey(
+        geometry,
+        dtype,
+        len(streams),
+        mask_words[0],
+        None if up_fires is None else mask_words[1],
+        torch.stack([*(s.to(torch.int64) for s in any_sign), *(r.sum() for r in rows)]),
+        torch.stack([tables.build(r) for r in rows]),
+        torch.stack(exponents) if statistics else None,
     )
+
+
+def _bucket_bytes(mask: Tensor) -> Tensor:
+    """Nonempty groups and buckets of each tile of a bool mask in slot order."""
+    buckets = mask.view(-1, TILE // 8, 8).any(2)
+    groups = mask.view(-1, TILE // 64, 64).any(2)
+    return buckets.sum(1) + groups.sum(1)
 
 
 BACKEND = ReferenceBackend()

@@ -8,9 +8,10 @@ Conventions of all kernels:
 - Values travel as *patterns*: int32 that holds the sign-extended (bytes: zero-extended) bits. What
   is only moved therefore keeps every bit, float8 needs no hardware support, and comparisons are
   integer comparisons (the interpreter compares bfloat16 wrongly).
-- ``numel`` may be 32- or 64-bit. It is left to Triton's specialisation because its divisibility by
-  16 is what lets masked loads and stores be vectorised; a ``numel`` of 1 arrives as a constant,
-  hence ``tl.cast`` rather than ``.to``.
+- A tile is a block ``[64 groups, 2 words, 32 bits]``: the slots in their order.
+- ``rows`` and ``cols`` are left to Triton's specialisation because the divisibility of ``cols`` by
+  16 is what lets loads and stores be vectorised; a size of 1 arrives as a constant, hence
+  ``tl.cast`` rather than ``.to``.
 - Addresses are a 64-bit scalar base for the tile plus 32-bit offsets within it.
 - Nothing here waits for the device.
 """
@@ -28,9 +29,28 @@ from torch import Tensor
 
 from bitsparse import dtypes, layout
 from bitsparse.activations import Activation
-from bitsparse.backends.base import Kept, Support
-from bitsparse.codings.base import SupportCoding, ValueCoding
-from bitsparse.layout import TILE
+from bitsparse.backends.base import (
+    BUCKETS,
+    ESCAPES,
+    UP_BUCKETS,
+    Kept,
+    Support,
+    Survey,
+    count_rows,
+)
+from bitsparse.codings import (
+    Counts,
+    Mask,
+    Stream,
+    SupportCoding,
+    ValueCoding,
+    bucketed,
+    support_coding,
+    tables,
+    words,
+)
+from bitsparse.codings.exponent import FIELDS
+from bitsparse.layout import Geometry
 
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _FP32 = tl.constexpr(0)
@@ -43,14 +63,23 @@ _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in (
 
 # Products are rounded as written (nothing is added, so this only says so).
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-_SCAN_BLOCK = 4096
+_SCAN_BLOCK = 512  # of 16 tiles
 _SCAN_WARPS = 16
 _PACK_BLOCK = 1024
 
-# Counts of a tile carry the sign flags above the count itself (at most TILE = 2**12): neither a
-# zeroed buffer nor an atomic is needed for them.
+# The first count of a tile carries the sign flags above the count itself (at most TILE = 2**12):
+# neither a zeroed buffer nor an atomic is needed for them.
 _GATE_SIGN = tl.constexpr(16)
 _UP_SIGN = tl.constexpr(17)
+
+# Rows of the counts.
+_BUCKETS = tl.constexpr(BUCKETS)
+_ESCAPES = tl.constexpr(ESCAPES)
+_UP_BUCKETS = tl.constexpr(UP_BUCKETS)
+_UP_ESCAPES = tl.constexpr(ESCAPES + len(FIELDS))
+# How far below the tile's largest an exponent escapes, by width of the field.
+_FIRST_ESCAPE = tl.constexpr((1 << FIELDS[0]) - 1)
+_SECOND_ESCAPE = tl.constexpr((1 << FIELDS[1]) - 1)
 
 
 # ------------------------------------------------------------------- functions on patterns
@@ -135,63 +164,220 @@ def _multiply(a, b, KIND: tl.constexpr, FP32_MATH: tl.constexpr):
     return product
 
 
+# --------------------------------------------------------------------- functions on tiles
+
+
+@triton.jit
+def _locate(tile, rows, cols, HEIGHT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where the elements of a tile are: a 64-bit base, offsets from it, and which exist.
+
+    ``ALIGNED``: the columns are a multiple of 64, so that no tile spans two blocks.
+    """
+    rows = tl.cast(rows, tl.int64)
+    cols = tl.cast(cols, tl.int64)
+    g = tl.arange(0, 64)[:, None, None]
+    row = tl.arange(0, 2)[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+    if HEIGHT == 1:
+        base = tile.to(tl.int64) * 4096
+        index = g * 64 + row
+        inside = index < words.left(rows * cols - base, 4096)
+    else:
+        first = tile.to(tl.int64) * 64  # column of the first group, counted over all blocks
+        block = first // cols
+        column = first - block * cols
+        width = cols.to(tl.int32)
+        if ALIGNED:
+            base = block * 64 * cols + column
+            index = row * width + g
+            inside = (row < words.left(rows - block * 64, 64)) & (g < 64)
+        else:
+            base = block * 64 * cols
+            column = column.to(tl.int32) + g
+            further = column // width
+            index = (further * 64 + row) * width + (column - further * width)
+            # The tile spans at most 64 columns, so at most 64 blocks.
+            inside = row < words.left(rows - block * 64, 4096) - further * 64
+    return base, index, inside
+
+
+@triton.jit
+def _is_set(tile_words):
+    """The bits ``[64, 2, 32]`` of a tile's words ``[64, 2]``."""
+    return ((tile_words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1) != 0
+
+
+@triton.jit
+def _to_words(flags):
+    """The inverse of :func:`_is_set`."""
+    return tl.sum(flags.to(tl.int32) << tl.arange(0, 32)[None, None, :], axis=2)
+
+
+@triton.jit
+def _sum(x):
+    return tl.sum(tl.reshape(x, [x.numel]), axis=0)
+
+
+@triton.jit
+def _max(x):
+    return tl.max(tl.reshape(x, [x.numel]), axis=0)
+
+
+@triton.jit
+def _store_words(words_ptr, tile, mask_words, tile_words):
+    index = tl.arange(0, 64)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    base = tile.to(tl.int64) * 128
+    tl.store(words_ptr + base + index, tile_words, mask=index < words.left(mask_words - base, 128))
+
+
+@triton.jit
+def _count_buckets(counts_ptr, tile, tiles, ROW: tl.constexpr, tile_words):
+    """Count the bytes of nonempty groups and buckets of one tile's words."""
+    groups = (tl.max((tile_words != 0).to(tl.int32), axis=1)).to(tl.int32)
+    count = _sum(bucketed.nonzero_bytes(tile_words)) + tl.sum(groups, axis=0)
+    tl.store(counts_ptr + ROW * tl.cast(tiles, tl.int64) + tile, count)
+
+
+@triton.jit
+def _exponent(pattern, MANTISSA: tl.constexpr, EXPONENT: tl.constexpr):
+    return (pattern >> MANTISSA) & ((1 << EXPONENT) - 1)
+
+
+@triton.jit
+def _count_escapes(
+    counts_ptr,
+    exponents_ptr,
+    tile,
+    tiles,
+    pattern,
+    kept,
+    STREAM: tl.constexpr,
+    ROW: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    EXPONENT: tl.constexpr,
+):
+    """The largest exponent of the kept values, and how many lie too far below it."""
+    exponent = tl.where(kept, _exponent(pattern, MANTISSA, EXPONENT), 0)
+    largest = _max(exponent)
+    # Exponents of what is not kept are 0 here: their distance must not count.
+    distance = tl.where(kept, largest - exponent, 0)
+    first = (distance >= _FIRST_ESCAPE).to(tl.int32)
+    second = (distance >= _SECOND_ESCAPE).to(tl.int32)
+    both = _sum(first | (second << 16))  # each at most 4096
+    wide = tl.cast(tiles, tl.int64)
+    row = counts_ptr + ROW * wide + tile
+    tl.store(row, both & 0xFFFF)
+    tl.store(row + wide, both >> 16)
+    tl.store(exponents_ptr + STREAM * wide + tile, largest.to(tl.uint8))
+
+
+@triton.jit
+def _load_codes(stream_ptr, offset, rank, mask, WIDTH: tl.constexpr, PACKED: tl.constexpr):
+    """The codes at ``offset + rank``, int32."""
+    # 32 values fill whole words, so the 64-bit part of the address is a scalar.
+    first = offset >> 5
+    rank += (offset & 31).to(tl.int32)
+    if PACKED:
+        stream_ptr += first * WIDTH
+        bit = rank * WIDTH
+        word = bit >> 5
+        shift = bit & 31
+        low = tl.load(stream_ptr + word, mask=mask, other=0).to(tl.uint32, bitcast=True)
+        # A value spans at most two words.
+        spills = mask & (shift + WIDTH > 32)
+        high = tl.load(stream_ptr + word + 1, mask=spills, other=0).to(tl.uint32, bitcast=True)
+        # `& 31`: a shift by 32 is undefined. It would occur only where high is 0.
+        upper = high << ((32 - shift) & 31).to(tl.uint32)
+        value = (low >> shift.to(tl.uint32)) | upper
+        code = (value & ((1 << WIDTH) - 1)).to(tl.int32, bitcast=True)
+    else:
+        code = tl.load(stream_ptr + first * 32 + rank, mask=mask, other=0).to(tl.int32)
+    return code
+
+
 @triton.jit
 def _load_values(
     stream_ptr,
+    exponents_ptr,
+    escapes_ptr,
+    escape_offsets_ptr,
+    tile,
     offset,
     rank,
-    mask,
-    LOAD: tl.constexpr,
+    kept,
     WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
+    PACKED: tl.constexpr,
+    FIELD: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    EXPONENT: tl.constexpr,
 ):
-    """Patterns of the values ``offset + rank``; 32 values take ``STRIDE`` stream elements."""
-    # 32 values fill whole elements, so the 64-bit part of the address is a scalar.
-    first = offset >> 5
-    return LOAD(stream_ptr + first * STRIDE, rank + (offset & 31).to(tl.int32), mask, WIDTH)
-
-
-@triton.jit
-def _count(kept):
-    # Support codings lay a tile out in two dimensions.
-    return tl.sum(tl.sum(kept.to(tl.int32), axis=1), axis=0)
-
-
-@triton.jit
-def _any(flags):
-    return tl.max(tl.max(flags.to(tl.int32), axis=1), axis=0)
+    """Patterns of one tile's values, 0 where nothing is kept."""
+    code = _load_codes(stream_ptr, offset, rank, kept, WIDTH, PACKED)
+    if FIELD > 0:
+        escape: tl.constexpr = (1 << FIELD) - 1
+        distance = (code >> MANTISSA) & escape
+        exponent = tl.load(exponents_ptr + tile).to(tl.int32) - distance
+        begin = tables.entry(escape_offsets_ptr, tile)
+        if tables.entry(escape_offsets_ptr, tile + 1) != begin:
+            escaped = kept & (distance == escape)
+            number = words.ranks(_to_words(escaped))
+            full = tl.load(escapes_ptr + begin + number, mask=escaped, other=0).to(tl.int32)
+            exponent = tl.where(escaped, full, exponent)
+        pattern = (code & ((1 << MANTISSA) - 1)) | (exponent << MANTISSA)
+        pattern |= (code >> (MANTISSA + FIELD)) << (MANTISSA + EXPONENT)
+        if MANTISSA + EXPONENT == 15:
+            pattern = (pattern << 16) >> 16  # 16-bit patterns are sign-extended
+        code = tl.where(kept, pattern, 0)
+    return code
 
 
 # --------------------------------------------------------------------------------- kernels
+# Arguments that several kernels have:
+#     rows, cols, HEIGHT, ALIGNED: the geometry, see `_locate`
+#     mask_words: words of a flat mask
+#     words_ptr: int32 [mask_words], one bit a slot
+#     mask_ptr, buckets_ptr, bucket_offsets_ptr, WORDS: a coded mask, and the coding's function
+#     offsets_ptr: offset table of the values
+#     X_ptr, X_exponents_ptr, X_escapes_ptr, X_escape_offsets_ptr, X_WIDTH, X_PACKED, X_FIELD:
+#         a stream of values and the form of its codes, see `_load_values`
 
 
 @triton.jit
-def find_support_kernel(
+def survey_kernel(
     patterns_ptr,
-    mask_ptr,
+    words_ptr,
     counts_ptr,
-    numel,
-    SIGN_BIT: tl.constexpr,
-    INDEX: tl.constexpr,
-    STORE: tl.constexpr,
-    TILE: tl.constexpr,
+    exponents_ptr,
+    rows,
+    cols,
+    mask_words,
+    tiles,
+    HEIGHT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    STATISTICS: tl.constexpr,
 ):
-    """Mask and count the nonzero patterns of one tile.
+    """Find and count the nonzero patterns of one tile.
 
     Args:
         patterns_ptr: int ``[numel]``, read.
-        mask_ptr: int32 ``[mask_length]``, written: the support.
-        counts_ptr: int32 ``[tiles]``, written: nonzeros of the tile and its sign flag.
-        SIGN_BIT: which bit of a pattern is the sign.
+        words_ptr: written.
+        counts_ptr: int32 ``[rows of counts, tiles]``, written.
+        exponents_ptr: uint8 ``[tiles]``, written if ``STATISTICS``.
     """
     tile = tl.program_id(0)
-    numel = tl.cast(numel, tl.int64)
-    index, inside = INDEX(tile, numel, TILE)
-    base = tile.to(tl.int64) * TILE
+    base, index, inside = _locate(tile, rows, cols, HEIGHT, ALIGNED)
     pattern = tl.load(patterns_ptr + base + index, mask=inside, other=0).to(tl.int32)
-    STORE(mask_ptr, tile, numel, pattern != 0, TILE)
-    sign = _any((pattern >> SIGN_BIT) & 1)
-    tl.store(counts_ptr + tile, _count(pattern != 0) | (sign << _GATE_SIGN))
+    kept = pattern != 0
+    tile_words = _to_words(kept)
+    _store_words(words_ptr, tile, mask_words, tile_words)
+    sign = _max((pattern >> (MANTISSA + EXPONENT)) & 1)
+    tl.store(counts_ptr + tile, _sum(words.popcount(tile_words)) | (sign << _GATE_SIGN))
+    if STATISTICS:
+        _count_buckets(counts_ptr, tile, tiles, _BUCKETS, tile_words)
+        _count_escapes(
+            counts_ptr, exponents_ptr, tile, tiles, pattern, kept, 0, _ESCAPES, MANTISSA, EXPONENT
+        )
 
 
 @triton.jit
@@ -199,33 +385,38 @@ def activate_kernel(
     gate_ptr,
     up_ptr,
     hidden_ptr,
-    mask_ptr,
-    up_mask_ptr,
+    words_ptr,
+    up_words_ptr,
     counts_ptr,
-    numel,
+    exponents_ptr,
+    rows,
+    cols,
+    mask_words,
+    tiles,
+    HEIGHT: tl.constexpr,
+    ALIGNED: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     SQUARED: tl.constexpr,
     RELU_UP: tl.constexpr,
     FP32_MATH: tl.constexpr,
-    INDEX: tl.constexpr,
-    STORE: tl.constexpr,
-    TILE: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    STATISTICS: tl.constexpr,
 ):
-    """Activation and support of one tile.
+    """Activation and positions of one tile.
 
     Args:
         gate_ptr: int ``[numel]`` patterns, read; may be ``hidden_ptr``.
         up_ptr: the same of the second pre-activation; not touched unless ``GATED``.
         hidden_ptr: int ``[numel]``, written: the result.
-        mask_ptr: int32 ``[mask_length]``, written: where relu(gate) counts.
-        up_mask_ptr: the same of relu(up); not touched unless ``RELU_UP``.
-        counts_ptr: int32 ``[tiles]``, written: kept positions of the tile and two sign flags.
+        words_ptr: written: where relu(gate) counts.
+        up_words_ptr: the same of relu(up); not touched unless ``RELU_UP``.
+        counts_ptr: int32 ``[rows of counts, tiles]``, written.
+        exponents_ptr: uint8 ``[streams, tiles]``, written if ``STATISTICS``.
     """
     tile = tl.program_id(0)
-    numel = tl.cast(numel, tl.int64)
-    index, inside = INDEX(tile, numel, TILE)
-    base = tile.to(tl.int64) * TILE
+    base, index, inside = _locate(tile, rows, cols, HEIGHT, ALIGNED)
     gate = tl.load(gate_ptr + base + index, mask=inside, other=0).to(tl.int32)
     gate = _relu(gate, KIND)
     # Outside the tensor zeros were loaded, which neither fire nor are special.
@@ -251,73 +442,141 @@ def activate_kernel(
         if RELU_UP:
             up_fires = _fires(up, KIND) | special
             kept = fires & up_fires
-            STORE(up_mask_ptr, tile, numel, up_fires, TILE)
-        up_sign = _any(kept & (up < 0))
+            up_words = _to_words(up_fires)
+            _store_words(up_words_ptr, tile, mask_words, up_words)
+        up_sign = _max((kept & (up < 0)).to(tl.int32))
     tl.store(hidden_ptr + base + index, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
-    STORE(mask_ptr, tile, numel, fires, TILE)
-    gate_sign = _any(kept & (gate < 0))
-    tl.store(counts_ptr + tile, _count(kept) | (gate_sign << _GATE_SIGN) | (up_sign << _UP_SIGN))
+    tile_words = _to_words(fires)
+    _store_words(words_ptr, tile, mask_words, tile_words)
+    kept_words = tile_words
+    if RELU_UP:
+        kept_words = tile_words & up_words
+    gate_sign = _max((kept & (gate < 0)).to(tl.int32))
+    count = _sum(words.popcount(kept_words))
+    tl.store(counts_ptr + tile, count | (gate_sign << _GATE_SIGN) | (up_sign << _UP_SIGN))
+    if STATISTICS:
+        _count_buckets(counts_ptr, tile, tiles, _BUCKETS, tile_words)
+        _count_escapes(
+            counts_ptr, exponents_ptr, tile, tiles, gate, kept, 0, _ESCAPES, MANTISSA, EXPONENT
+        )
+        if GATED:
+            _count_escapes(
+                counts_ptr, exponents_ptr, tile, tiles, up, kept, 1, _UP_ESCAPES, MANTISSA, EXPONENT
+            )
+        if RELU_UP:
+            _count_buckets(counts_ptr, tile, tiles, _UP_BUCKETS, up_words)
 
 
 @triton.jit
-def scan_kernel(counts_ptr, offsets_ptr, totals_ptr, tiles, BLOCK: tl.constexpr):
-    """Exclusive prefix sums of the counts, and the totals. One program does it all.
+def scan_kernel(counts_ptr, tables_ptr, totals_ptr, tiles, table_words, BLOCK: tl.constexpr):
+    """Offset tables and totals of the counts, one row a program.
 
     Args:
-        counts_ptr: int32 ``[tiles]``, read: counts and sign flags.
-        offsets_ptr: int32 or int64 ``[tiles]``, written: nonzeros before each tile.
-        totals_ptr: int64 ``[3]``, written: nonzeros; first sign flag; second sign flag.
+        counts_ptr: int32 ``[rows, tiles]``, read: counts; the first row carries the sign flags.
+        tables_ptr: int16 ``[rows, 2 * table_words]``, written: the offset tables as 16-bit halves.
+        totals_ptr: int64 ``[2 + rows]``, written: sign flags, sums.
         tiles: at least 1.
     """
+    row = tl.program_id(0)
+    counts_ptr += row.to(tl.int64) * tiles
+    tables_ptr += row.to(tl.int64) * table_words * 2
+    blocks = table_words // 10
     total = tl.full((), 0, tl.int64)
-    flags = tl.full((BLOCK,), 0, tl.int32)
-    lanes = tl.arange(0, BLOCK)
-    for start in range(0, tiles, BLOCK):
-        index = start + lanes
+    flags = tl.full((BLOCK, 16), 0, tl.int32)
+    block = tl.arange(0, BLOCK)
+    lane = tl.arange(0, 16)[None, :]
+    for start in range(0, blocks, BLOCK):
+        index = (start + block)[:, None] * 16 + lane
         packed = tl.load(counts_ptr + index, mask=index < tiles, other=0)
         flags = flags | (packed >> _GATE_SIGN)
-        # At most BLOCK * TILE = 2**24: the sums within a block fit in 32 bits.
+        # At most BLOCK * 16 * TILE = 2**28: the sums within a block fit in 32 bits.
         counts = packed & 0xFFFF
-        ends = tl.cumsum(counts, axis=0)
-        offsets = total + (ends - counts)
-        tl.store(offsets_ptr + index, offsets.to(offsets_ptr.dtype.element_ty), mask=index < tiles)
-        total += tl.sum(counts, axis=0)
-    tl.store(totals_ptr, total)
-    tl.store(totals_ptr + 1, tl.max(flags & 1, axis=0).to(tl.int64))
-    tl.store(totals_ptr + 2, tl.max(flags >> 1, axis=0).to(tl.int64))
+        sums = tl.sum(counts, axis=1)
+        distance = tl.cumsum(counts, axis=1) - counts
+        bases = total + (tl.cumsum(sums, axis=0) - sums)
+        out = tables_ptr + ((start + block) * 20)[:, None]
+        exists = (start + block < blocks)[:, None]
+        tl.store(out + 4 + lane, distance.to(tl.int16), mask=exists)
+        quarter = tl.arange(0, 4)[None, :]
+        tl.store(out + quarter, (bases[:, None] >> (16 * quarter)).to(tl.int16), mask=exists)
+        total += tl.sum(sums, axis=0)
+    tl.store(totals_ptr + 2 + row, total)
+    if row == 0:
+        tl.store(totals_ptr, _max(flags & 1).to(tl.int64))
+        tl.store(totals_ptr + 1, _max(flags >> 1).to(tl.int64))
+
+
+@triton.jit
+def bucket_kernel(words_ptr, mask_ptr, buckets_ptr, bucket_offsets_ptr, mask_words):
+    """Store one tile of a flat mask in buckets."""
+    tile = tl.program_id(0)
+    index = tl.arange(0, 64)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    base = tile.to(tl.int64) * 128
+    stored = index < words.left(mask_words - base, 128)
+    tile_words = tl.load(words_ptr + base + index, mask=stored, other=0)
+    bucketed.store(tile_words, mask_ptr, buckets_ptr, bucket_offsets_ptr, tile)
 
 
 @triton.jit
 def gather_kernel(
     source_ptr,
-    mask_ptr,
+    words_ptr,
+    up_words_ptr,
     offsets_ptr,
     out_ptr,
-    numel,
+    exponents_ptr,
+    escapes_ptr,
+    escape_offsets_ptr,
+    rows,
+    cols,
+    mask_words,
+    HEIGHT: tl.constexpr,
+    ALIGNED: tl.constexpr,
     KIND: tl.constexpr,
     RELU: tl.constexpr,
-    LOCATE: tl.constexpr,
-    TILE: tl.constexpr,
+    TWO_MASKS: tl.constexpr,
+    FIELD: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
-    """Move the kept patterns of one tile to their ranks.
+    """Move the codes of one tile's kept patterns to their ranks.
 
     Args:
-        source_ptr: int ``[numel]`` patterns, read at the kept positions.
-        mask_ptr: int32 ``[mask_length]``, read: the kept positions.
-        offsets_ptr: int32 or int64 ``[tiles]``, read.
-        out_ptr: int ``[nnz]``, written.
+        source_ptr: int ``[numel]`` patterns, read.
+        words_ptr, up_words_ptr: read: where both are set a pattern is kept; the second one only if
+            ``TWO_MASKS``.
+        out_ptr: int ``[nnz]``, written: codes.
+        exponents_ptr: uint8 ``[tiles]``, read if ``FIELD``.
+        escapes_ptr: uint8, written where a code escapes.
         RELU: store relu of the source (``KIND`` says of which dtype).
     """
     tile = tl.program_id(0)
-    numel = tl.cast(numel, tl.int64)
-    index, inside, nonzero, rank = LOCATE(mask_ptr, tile, numel, TILE)
-    base = tile.to(tl.int64) * TILE
-    offset = tl.load(offsets_ptr + tile).to(tl.int64)
+    base, index, inside = _locate(tile, rows, cols, HEIGHT, ALIGNED)
+    tile_words = WORDS(words_ptr, words_ptr, words_ptr, tile, mask_words, inside)
+    if TWO_MASKS:
+        tile_words &= WORDS(up_words_ptr, up_words_ptr, up_words_ptr, tile, mask_words, inside)
+    kept = _is_set(tile_words)
+    rank = words.ranks(tile_words)
+    offset = tables.entry(offsets_ptr, tile)
     # All of the tile is read: whole rows load faster than their scattered nonzeros.
-    pattern = tl.load(source_ptr + base + index, mask=inside, other=0)
+    pattern = tl.load(source_ptr + base + index, mask=inside, other=0).to(tl.int32)
     if RELU:
-        pattern = _relu(pattern.to(tl.int32), KIND).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + offset + rank, pattern, mask=nonzero & inside)
+        pattern = _relu(pattern, KIND)
+    code = pattern
+    if FIELD != 0:
+        escape: tl.constexpr = (1 << FIELD) - 1
+        exponent = _exponent(pattern, MANTISSA, EXPONENT)
+        distance = tl.load(exponents_ptr + tile).to(tl.int32) - exponent
+        begin = tables.entry(escape_offsets_ptr, tile)
+        if tables.entry(escape_offsets_ptr, tile + 1) != begin:
+            escaped = kept & (distance >= escape)
+            number = words.ranks(_to_words(escaped))
+            tl.store(escapes_ptr + begin + number, exponent.to(tl.uint8), mask=escaped)
+        sign = (pattern >> (MANTISSA + EXPONENT)) & 1
+        code = (pattern & ((1 << MANTISSA) - 1)) | (tl.minimum(distance, escape) << MANTISSA)
+        code |= sign << (MANTISSA + FIELD)
+    tl.store(out_ptr + offset + rank, code.to(out_ptr.dtype.element_ty), mask=kept)
 
 
 @triton.jit
@@ -358,95 +617,101 @@ def pack_kernel(patterns_ptr, stream_ptr, count, words, WIDTH: tl.constexpr, BLO
 
 @triton.jit
 def scatter_kernel(
-    stream_ptr,
     mask_ptr,
+    buckets_ptr,
+    bucket_offsets_ptr,
+    up_mask_ptr,
+    up_buckets_ptr,
+    up_bucket_offsets_ptr,
     offsets_ptr,
-    out_ptr,
-    numel,
-    LOAD: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    LOCATE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Decode one tile.
-
-    Args:
-        stream_ptr: the values' stream, read; 32 values take ``STRIDE`` elements.
-        mask_ptr: int32 ``[mask_length]``, read: the kept positions.
-        offsets_ptr: int32 or int64 ``[tiles]``, read.
-        out_ptr: int ``[numel]``, written: patterns, zero where nothing is kept.
-    """
-    tile = tl.program_id(0)
-    numel = tl.cast(numel, tl.int64)
-    index, inside, nonzero, rank = LOCATE(mask_ptr, tile, numel, TILE)
-    base = tile.to(tl.int64) * TILE
-    offset = tl.load(offsets_ptr + tile).to(tl.int64)
-    pattern = _load_values(stream_ptr, offset, rank, nonzero, LOAD, WIDTH, STRIDE)
-    tl.store(out_ptr + base + index, pattern.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def hidden_kernel(
     gate_ptr,
+    gate_exponents_ptr,
+    gate_escapes_ptr,
+    gate_escape_offsets_ptr,
     up_ptr,
-    mask_ptr,
-    offsets_ptr,
+    up_exponents_ptr,
+    up_escapes_ptr,
+    up_escape_offsets_ptr,
     out_ptr,
-    numel,
+    rows,
+    cols,
+    mask_words,
+    HEIGHT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WORDS: tl.constexpr,
+    TWO_MASKS: tl.constexpr,
+    GATE_WIDTH: tl.constexpr,
+    GATE_PACKED: tl.constexpr,
+    GATE_FIELD: tl.constexpr,
+    UP_WIDTH: tl.constexpr,
+    UP_PACKED: tl.constexpr,
+    UP_FIELD: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    EXPONENT: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     SQUARED: tl.constexpr,
     FP32_MATH: tl.constexpr,
-    LOAD_GATE: tl.constexpr,
-    GATE_WIDTH: tl.constexpr,
-    GATE_STRIDE: tl.constexpr,
-    LOAD_UP: tl.constexpr,
-    UP_WIDTH: tl.constexpr,
-    UP_STRIDE: tl.constexpr,
-    LOCATE: tl.constexpr,
-    TILE: tl.constexpr,
 ):
-    """The hidden tensor of one tile, straight from the coded values. Not for plain relu.
+    """The hidden tensor of one tile, straight from the coded values; or the values themselves.
 
     Args:
         gate_ptr: stream of relu(gate), read.
         up_ptr: stream of up; not touched unless ``GATED``.
-        mask_ptr: int32 ``[mask_length]``, read: the kept positions.
-        offsets_ptr: int32 or int64 ``[tiles]``, read.
         out_ptr: int ``[numel]`` patterns, written; +0.0 where nothing is kept.
     """
     tile = tl.program_id(0)
-    numel = tl.cast(numel, tl.int64)
-    index, inside, nonzero, rank = LOCATE(mask_ptr, tile, numel, TILE)
-    base = tile.to(tl.int64) * TILE
-    offset = tl.load(offsets_ptr + tile).to(tl.int64)
-    gate = _load_values(gate_ptr, offset, rank, nonzero, LOAD_GATE, GATE_WIDTH, GATE_STRIDE)
-    x = _to_float(gate, KIND)
-    if SQUARED:
-        x = _multiply(x, x, KIND, FP32_MATH)
-    if GATED:
-        up = _load_values(up_ptr, offset, rank, nonzero, LOAD_UP, UP_WIDTH, UP_STRIDE)
-        x = x * _to_float(up, KIND)
-    # Where nothing is kept the loads gave zeros, whose product is +0.0.
-    pattern = _to_pattern(x, KIND)
+    base, index, inside = _locate(tile, rows, cols, HEIGHT, ALIGNED)
+    tile_words = WORDS(mask_ptr, buckets_ptr, bucket_offsets_ptr, tile, mask_words, inside)
+    if TWO_MASKS:
+        tile_words &= WORDS(
+            up_mask_ptr, up_buckets_ptr, up_bucket_offsets_ptr, tile, mask_words, inside
+        )
+    kept = _is_set(tile_words)
+    rank = words.ranks(tile_words)
+    offset = tables.entry(offsets_ptr, tile)
+    pattern = _load_values(
+        gate_ptr, gate_exponents_ptr, gate_escapes_ptr, gate_escape_offsets_ptr,
+        tile, offset, rank, kept, GATE_WIDTH, GATE_PACKED, GATE_FIELD, MANTISSA, EXPONENT,
+    )  # fmt: skip
+    if SQUARED or GATED:
+        x = _to_float(pattern, KIND)
+        if SQUARED:
+            x = _multiply(x, x, KIND, FP32_MATH)
+        if GATED:
+            up = _load_values(
+                up_ptr, up_exponents_ptr, up_escapes_ptr, up_escape_offsets_ptr,
+                tile, offset, rank, kept, UP_WIDTH, UP_PACKED, UP_FIELD, MANTISSA, EXPONENT,
+            )  # fmt: skip
+            x = x * _to_float(up, KIND)
+        # Where nothing is kept the loads gave zeros, whose product is +0.0.
+        pattern = _to_pattern(x, KIND)
     tl.store(out_ptr + base + index, pattern.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def mask_gradient_kernel(grad_ptr, mask_ptr, numel, LOCATE: tl.constexpr, TILE: tl.constexpr):
+def mask_gradient_kernel(
+    grad_ptr,
+    mask_ptr,
+    buckets_ptr,
+    bucket_offsets_ptr,
+    rows,
+    cols,
+    mask_words,
+    HEIGHT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WORDS: tl.constexpr,
+):
     """Gradient of plain relu, in place: one tile of the incoming gradient where the unit fires.
 
     Args:
         grad_ptr: int ``[numel]`` patterns, read at the kept positions and written.
-        mask_ptr: int32 ``[mask_length]``, read: where relu fires.
     """
     tile = tl.program_id(0)
-    numel = tl.cast(numel, tl.int64)
-    index, inside, nonzero, _rank = LOCATE(mask_ptr, tile, numel, TILE)
-    grad_ptr += tile.to(tl.int64) * TILE
-    grad = tl.load(grad_ptr + index, mask=nonzero & inside, other=0)
-    tl.store(grad_ptr + index, grad, mask=inside)
+    base, index, inside = _locate(tile, rows, cols, HEIGHT, ALIGNED)
+    tile_words = WORDS(mask_ptr, buckets_ptr, bucket_offsets_ptr, tile, mask_words, inside)
+    grad = tl.load(grad_ptr + base + index, mask=_is_set(tile_words), other=0)
+    tl.store(grad_ptr + base + index, grad, mask=inside)
 
 
 @triton.jit
@@ -454,28 +719,42 @@ def gradient_kernel(
     grad_ptr,
     grad_gate_ptr,
     grad_up_ptr,
-    gate_ptr,
-    up_ptr,
-    value_mask_ptr,
     mask_ptr,
+    buckets_ptr,
+    bucket_offsets_ptr,
     up_mask_ptr,
+    up_buckets_ptr,
+    up_bucket_offsets_ptr,
     offsets_ptr,
-    numel,
+    gate_ptr,
+    gate_exponents_ptr,
+    gate_escapes_ptr,
+    gate_escape_offsets_ptr,
+    up_ptr,
+    up_exponents_ptr,
+    up_escapes_ptr,
+    up_escape_offsets_ptr,
+    rows,
+    cols,
+    mask_words,
+    HEIGHT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WORDS: tl.constexpr,
+    TWO_MASKS: tl.constexpr,
+    GATE_WIDTH: tl.constexpr,
+    GATE_PACKED: tl.constexpr,
+    GATE_FIELD: tl.constexpr,
+    UP_WIDTH: tl.constexpr,
+    UP_PACKED: tl.constexpr,
+    UP_FIELD: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    EXPONENT: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     SQUARED: tl.constexpr,
-    RELU_UP: tl.constexpr,
     FP32_MATH: tl.constexpr,
     NEED_GATE: tl.constexpr,
     NEED_UP: tl.constexpr,
-    LOAD_GATE: tl.constexpr,
-    GATE_WIDTH: tl.constexpr,
-    GATE_STRIDE: tl.constexpr,
-    LOAD_UP: tl.constexpr,
-    UP_WIDTH: tl.constexpr,
-    UP_STRIDE: tl.constexpr,
-    LOCATE: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     """Gradients of one tile, straight from the coded values. Not for plain relu.
 
@@ -485,32 +764,39 @@ def gradient_kernel(
         grad_up_ptr: the same, written if ``NEED_UP``; may be ``grad_ptr`` unless both are.
         gate_ptr: stream of relu(gate), read.
         up_ptr: stream of up; read if ``GATED`` and where its values matter.
-        value_mask_ptr: int32 ``[mask_length]``, read: positions whose values are kept.
-        mask_ptr: the same, where relu(gate) counts; read if ``RELU_UP``, else the value mask.
-        up_mask_ptr: the same of relu(up); read if ``RELU_UP``.
-        offsets_ptr: int32 or int64 ``[tiles]``, read.
+        TWO_MASKS: dReLU; values are kept where both masks are set.
     """
     tile = tl.program_id(0)
-    numel = tl.cast(numel, tl.int64)
-    index, inside, nonzero, rank = LOCATE(value_mask_ptr, tile, numel, TILE)
-    base = tile.to(tl.int64) * TILE
-    offset = tl.load(offsets_ptr + tile).to(tl.int64)
+    base, index, inside = _locate(tile, rows, cols, HEIGHT, ALIGNED)
+    gate_words = WORDS(mask_ptr, buckets_ptr, bucket_offsets_ptr, tile, mask_words, inside)
+    kept_words = gate_words
+    if TWO_MASKS:
+        up_words = WORDS(
+            up_mask_ptr, up_buckets_ptr, up_bucket_offsets_ptr, tile, mask_words, inside
+        )
+        kept_words = gate_words & up_words
+    kept = _is_set(kept_words)
+    rank = words.ranks(kept_words)
+    offset = tables.entry(offsets_ptr, tile)
     # Values that are not kept are +0.0, and are multiplied by, as eager does: the product may be
     # -0.0 or NaN. Only where relu's derivative is 0 eager selects 0.
-    gate = _load_values(gate_ptr, offset, rank, nonzero, LOAD_GATE, GATE_WIDTH, GATE_STRIDE)
+    gate = _load_values(
+        gate_ptr, gate_exponents_ptr, gate_escapes_ptr, gate_escape_offsets_ptr,
+        tile, offset, rank, kept, GATE_WIDTH, GATE_PACKED, GATE_FIELD, MANTISSA, EXPONENT,
+    )  # fmt: skip
     gate_value = _to_float(gate, KIND)
     fires = _fires(gate, KIND)
     if GATED:
-        up = _load_values(up_ptr, offset, rank, nonzero, LOAD_UP, UP_WIDTH, UP_STRIDE)
+        up = _load_values(
+            up_ptr, up_exponents_ptr, up_escapes_ptr, up_escape_offsets_ptr,
+            tile, offset, rank, kept, UP_WIDTH, UP_PACKED, UP_FIELD, MANTISSA, EXPONENT,
+        )  # fmt: skip
         up_value = _to_float(up, KIND)
-        up_fires = inside
-        if RELU_UP:
+        if TWO_MASKS:
             # Where both masks are set the values decide (they also are where a value is special);
             # elsewhere the masks do.
-            _i, _n, in_gate, _r = LOCATE(mask_ptr, tile, numel, TILE)
-            _i, _n, in_up, _r = LOCATE(up_mask_ptr, tile, numel, TILE)
-            fires = tl.where(nonzero, fires, in_gate)
-            up_fires = tl.where(nonzero, _fires(up, KIND), in_up)
+            fires = tl.where(kept, fires, _is_set(gate_words))
+            up_fires = tl.where(kept, _fires(up, KIND), _is_set(up_words))
     wanted = inside
     if not NEED_UP:
         wanted = wanted & fires
@@ -521,7 +807,7 @@ def gradient_kernel(
         if SQUARED:
             factor = _multiply(gate_value, gate_value, KIND, FP32_MATH)
         result = _to_pattern(grad_value * factor, KIND)
-        if RELU_UP:
+        if TWO_MASKS:
             result = tl.where(up_fires, result, 0)
         tl.store(grad_up_ptr + base + index, result.to(grad_up_ptr.dtype.element_ty), mask=inside)
     if NEED_GATE:
@@ -545,136 +831,179 @@ class TritonBackend:
 
     name = "triton"
 
-    def find_support(self, coding: SupportCoding, patterns: Tensor) -> Support:
-        numel = patterns.numel()
-        support, counts = _allocate_support(coding, numel, patterns.device, two_masks=False)
-        if numel:
-            with _on(patterns.device):
-                find_support_kernel[(layout.num_tiles(numel),)](
-                    patterns,
-                    support.mask,
-                    counts,
-                    numel,
-                    SIGN_BIT=8 * patterns.element_size() - 1,
-                    INDEX=coding.triton_index,
-                    STORE=coding.triton_store,
-                    TILE=TILE,
-                    **_OPTIONS,
-                )
-                _scan(counts, support)
-        return support
+    def survey(
+        self, geometry: Geometry, patterns: Tensor, dtype: torch.dtype, statistics: bool
+    ) -> Survey:
+        survey, counts = allocate_survey(geometry, dtype, patterns.device, 1, 1, statistics)
+        with on_device(patterns.device):
+            survey_kernel[(geometry.tiles,)](
+                patterns,
+                survey.words,
+                counts,
+                counts if survey.exponents is None else survey.exponents,
+                *_sizes(geometry),
+                geometry.tiles,
+                **_shape(geometry),
+                **_fields(dtype),
+                STATISTICS=statistics,
+                **_OPTIONS,
+            )
+            scan(counts, survey)
+        return survey
 
     def activate(
         self,
-        coding: SupportCoding,
+        geometry: Geometry,
         activation: Activation,
         gate: Tensor,
         up: Tensor | None,
         fp32_math: bool,
-    ) -> tuple[Tensor, Support]:
-        numel = gate.numel()
-        support, counts = _allocate_support(coding, numel, gate.device, activation.relu_up)
+        statistics: bool,
+    ) -> tuple[Tensor, Survey]:
+        survey, counts = allocate_survey(
+            geometry,
+            gate.dtype,
+            gate.device,
+            1 + activation.gated,
+            1 + activation.relu_up,
+            statistics,
+        )
         hidden = gate if activation.plain else torch.empty_like(gate)
-        if numel:
-            bits = _bits(gate)
-            with _on(gate.device):
-                activate_kernel[(layout.num_tiles(numel),)](
-                    bits,
-                    bits if up is None else _bits(up),
-                    _bits(hidden),
-                    support.mask,
-                    support.mask if support.up_mask is None else support.up_mask,
-                    counts,
-                    numel,
-                    KIND=_KINDS[gate.dtype],
-                    GATED=activation.gated,
-                    SQUARED=activation.squared,
-                    RELU_UP=activation.relu_up,
-                    FP32_MATH=_rounds_late(activation, gate.dtype, fp32_math),
-                    INDEX=coding.triton_index,
-                    STORE=coding.triton_store,
-                    TILE=TILE,
-                    **_OPTIONS,
-                )
-                _scan(counts, support)
-        return hidden, support
+        bits = _bits(gate)
+        with on_device(gate.device):
+            activate_kernel[(geometry.tiles,)](
+                bits,
+                bits if up is None else _bits(up),
+                _bits(hidden),
+                survey.words,
+                survey.words if survey.up_words is None else survey.up_words,
+                counts,
+                counts if survey.exponents is None else survey.exponents,
+                *_sizes(geometry),
+                geometry.tiles,
+                **_shape(geometry),
+                KIND=_KINDS[gate.dtype],
+                GATED=activation.gated,
+                SQUARED=activation.squared,
+                RELU_UP=activation.relu_up,
+                FP32_MATH=rounds_late(activation, gate.dtype, fp32_math),
+                **_fields(gate.dtype),
+                STATISTICS=statistics,
+                **_OPTIONS,
+            )
+            scan(counts, survey)
+        return hidden, survey
 
-    def gather(self, support: Support, source: Tensor, nnz: int, relu: bool) -> Tensor:
+    def encode_support(self, coding: SupportCoding, survey: Survey, counts: Counts) -> Support:
+        def encode(flat: Tensor, row: int, size: int) -> Mask:
+            if coding.name != "bucketed":
+                return Mask(coding, flat if coding.name == "flat" else None)
+            geometry, device = survey.geometry, flat.device
+            mask = Mask(
+                coding,
+                torch.empty(2 * geometry.tiles, dtype=torch.int32, device=device),
+                torch.empty(size, dtype=torch.uint8, device=device),
+                survey.table(row),
+            )
+            self._bucket(flat, mask, geometry)
+            return mask
+
+        up = survey.up_words
+        sizes = counts.bucket_bytes
+        return Support(
+            survey.geometry,
+            counts.nnz,
+            survey.table(0),
+            encode(survey.words, BUCKETS, sizes[0]),
+            None if up is None else encode(up, UP_BUCKETS, sizes[1]),
+        )
+
+    def _bucket(self, flat: Tensor, mask: Mask, geometry: Geometry) -> None:
+        """Fill in ``mask`` from the words of a flat one."""
+        with on_device(flat.device):
+            bucket_kernel[(geometry.tiles,)](
+                flat,
+                mask.words,
+                mask.buckets,
+                mask.bucket_offsets,
+                geometry.mask_words,
+                **_OPTIONS,
+            )
+
+    def encode_values(
+        self,
+        coding: ValueCoding,
+        survey: Survey,
+        counts: Counts,
+        source: Tensor,
+        stream: int,
+        relu: bool,
+    ) -> Stream:
+        geometry, dtype, nnz = survey.geometry, survey.dtype, counts.nnz
         bits = _bits(source)
-        out = torch.empty(nnz, dtype=bits.dtype, device=bits.device)
+        codes = torch.empty(nnz, dtype=bits.dtype, device=bits.device)
+        exponents = escapes = escape_offsets = None
+        if coding.field:
+            assert survey.exponents is not None
+            exponents = survey.exponents[stream].clone()
+            size = counts.streams[stream].escapes[coding.field]
+            escapes = torch.empty(size, dtype=torch.uint8, device=bits.device)
+            row = ESCAPES + stream * len(FIELDS) + FIELDS.index(coding.field)
+            escape_offsets = survey.table(row)
         if nnz:
-            numel = bits.numel()
-            with _on(bits.device):
-                gather_kernel[(layout.num_tiles(numel),)](
+            with on_device(bits.device):
+                gather_kernel[(geometry.tiles,)](
                     bits,
-                    support.value_mask(),
-                    support.offsets,
-                    out,
-                    numel,
+                    survey.words,
+                    survey.words if survey.up_words is None else survey.up_words,
+                    survey.tables,
+                    codes,
+                    *(b if b is not None else codes for b in (exponents, escapes, escape_offsets)),
+                    *_sizes(geometry),
+                    **_shape(geometry),
                     KIND=_KINDS[source.dtype] if relu else 0,
                     RELU=relu,
-                    LOCATE=support.coding.triton_locate,
-                    TILE=TILE,
+                    TWO_MASKS=survey.up_words is not None,
+                    FIELD=coding.field,
+                    **_fields(dtype),
+                    WORDS=support_coding("flat").triton_words,
                     **_OPTIONS,
                 )
-        return out
-
-    def encode(self, coding: ValueCoding, patterns: Tensor, dtype: torch.dtype) -> Tensor:
         width = coding.width(dtype)
-        if width == dtypes.bit_width(dtype):
-            return patterns
-        count = patterns.numel()
-        words = coding.stream_length(count, dtype)
-        stream = torch.empty(words, dtype=torch.int32, device=patterns.device)
-        if words:
-            with _on(patterns.device):
-                pack_kernel[(layout.ceil_div(words, _PACK_BLOCK),)](
-                    patterns,
-                    stream,
-                    count,
-                    words,
-                    WIDTH=width,
-                    BLOCK=_PACK_BLOCK,
-                    **_OPTIONS,
-                )
-        return stream
+        if width < dtypes.bit_width(dtype):
+            codes = _pack(codes, width)
+        return Stream(coding, codes, exponents, escapes, escape_offsets)
 
-    def scatter(
-        self,
-        support: Support,
-        values: ValueCoding,
-        stream: Tensor,
-        numel: int,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        out = torch.empty(numel, dtype=dtypes.pattern_dtype(dtype), device=stream.device)
-        self._scatter(support, values, stream, numel, dtype, out)
+    def scatter(self, support: Support, stream: Stream, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(
+            support.geometry.numel, dtype=dtypes.pattern_dtype(dtype), device=stream.values.device
+        )
+        self._scatter(Kept(support, dtype, stream), out, 0, False, False, False)
         return out
 
     def hidden(self, activation: Activation, kept: Kept, fp32_math: bool, out: Tensor) -> Tensor:
-        assert kept.gate is not None
-        bits = _bits(out)
-        if activation.plain:  # the kept values themselves
-            self._scatter(kept.support, kept.gate_coding, kept.gate, kept.numel, kept.dtype, bits)
-        elif kept.numel:
-            with _on(out.device):
-                hidden_kernel[(layout.num_tiles(kept.numel),)](
-                    kept.gate,
-                    kept.gate if kept.up is None else kept.up,
-                    kept.support.value_mask(),
-                    kept.support.offsets,
-                    bits,
-                    kept.numel,
-                    KIND=_KINDS[kept.dtype],
-                    GATED=activation.gated,
-                    SQUARED=activation.squared,
-                    FP32_MATH=_rounds_late(activation, kept.dtype, fp32_math),
-                    **_streams(kept),
-                    LOCATE=kept.support.coding.triton_locate,
-                    TILE=TILE,
-                    **_OPTIONS,
-                )
+        late = rounds_late(activation, kept.dtype, fp32_math)
+        kind = 0 if activation.plain else _KINDS[kept.dtype]
+        self._scatter(kept, _bits(out), kind, activation.gated, activation.squared, late)
         return out
+
+    def _scatter(
+        self, kept: Kept, out: Tensor, kind: int, gated: bool, squared: bool, late: bool
+    ) -> None:
+        geometry = kept.support.geometry
+        with on_device(out.device):
+            scatter_kernel[(geometry.tiles,)](
+                *_pointers(kept),
+                out,
+                *_sizes(geometry),
+                **_shape(geometry),
+                **_codings(kept),
+                KIND=kind,
+                GATED=gated,
+                SQUARED=squared,
+                FP32_MATH=late,
+                **_OPTIONS,
+            )
 
     def gradient(
         self,
@@ -688,78 +1017,42 @@ class TritonBackend:
         need_up = need_up and activation.gated
         if not need_gate and not need_up:
             return None, None
-        support, numel = kept.support, kept.numel
+        geometry = kept.support.geometry
         # Each element is read before it is overwritten, by the same program.
         grad_gate = grad_hidden if need_gate else None
         grad_up = None
         if need_up:
             grad_up = torch.empty_like(grad_hidden) if need_gate else grad_hidden
-        if not numel:
-            return grad_gate, grad_up
         grad = _bits(grad_hidden)
-        grid = (layout.num_tiles(numel),)
-        with _on(grad.device):
+        grid = (geometry.tiles,)
+        with on_device(grad.device):
             if activation.plain:
                 mask_gradient_kernel[grid](
                     grad,
-                    support.mask,
-                    numel,
-                    LOCATE=support.coding.triton_locate,
-                    TILE=TILE,
+                    *_pointers_of(kept.support.mask, grad),
+                    *_sizes(geometry),
+                    **_shape(geometry),
+                    WORDS=kept.support.mask.coding.triton_words,
                     **_OPTIONS,
                 )
                 return grad_gate, grad_up
-            assert kept.gate is not None
             gradient_kernel[grid](
                 grad,
                 grad,
                 grad if grad_up is None else _bits(grad_up),
-                kept.gate,
-                kept.gate if kept.up is None else kept.up,
-                support.value_mask(),
-                support.mask,
-                support.mask if support.up_mask is None else support.up_mask,
-                support.offsets,
-                numel,
+                *_pointers(kept),
+                *_sizes(geometry),
+                **_shape(geometry),
+                **_codings(kept),
                 KIND=_KINDS[kept.dtype],
                 GATED=activation.gated,
                 SQUARED=activation.squared,
-                RELU_UP=activation.relu_up,
                 FP32_MATH=fp32_math and kept.dtype != torch.float32,
                 NEED_GATE=need_gate,
                 NEED_UP=need_up,
-                **_streams(kept),
-                LOCATE=support.coding.triton_locate,
-                TILE=TILE,
                 **_OPTIONS,
             )
         return grad_gate, grad_up
-
-    def _scatter(
-        self,
-        support: Support,
-        values: ValueCoding,
-        stream: Tensor,
-        numel: int,
-        dtype: torch.dtype,
-        out: Tensor,
-    ) -> None:
-        if not numel:
-            return
-        with _on(out.device):
-            scatter_kernel[(layout.num_tiles(numel),)](
-                stream,
-                support.value_mask(),
-                support.offsets,
-                out,
-                numel,
-                LOAD=values.triton_load,
-                WIDTH=values.width(dtype),
-                STRIDE=values.stream_length(32, dtype),
-                LOCATE=support.coding.triton_locate,
-                TILE=TILE,
-                **_OPTIONS,
-            )
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -769,57 +1062,118 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().view(dtypes.pattern_dtype(tensor.dtype))
 
 
-def _on(device: torch.device) -> Any:
+def on_device(device: torch.device) -> Any:
     """Triton launches on the current device: make it the tensor's where it is not."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
 
 
-def _rounds_late(activation: Activation, dtype: torch.dtype, fp32_math: bool) -> bool:
+def rounds_late(activation: Activation, dtype: torch.dtype, fp32_math: bool) -> bool:
     """``fp32_math`` where it changes the result: fewer kernels to compile."""
     return fp32_math and activation.gated and activation.squared and dtype != torch.float32
 
 
-def _streams(kept: Kept) -> dict[str, Any]:
-    """The kernels' compile-time arguments about the two value streams."""
-    gate, up, dtype = kept.gate_coding, kept.up_coding, kept.dtype
-    return {
-        "LOAD_GATE": gate.triton_load,
-        "GATE_WIDTH": gate.width(dtype),
-        "GATE_STRIDE": gate.stream_length(32, dtype),
-        "LOAD_UP": up.triton_load,
-        "UP_WIDTH": up.width(dtype),
-        "UP_STRIDE": up.stream_length(32, dtype),
-    }
+def _sizes(geometry: Geometry) -> tuple[int, int, int]:
+    return geometry.rows, geometry.cols, geometry.mask_words
 
 
-def _allocate_support(
-    coding: SupportCoding, numel: int, device: torch.device, two_masks: bool
-) -> tuple[Support, Tensor]:
-    """A support to be filled in, and the counts of its tiles; complete if ``numel`` is 0."""
-    tiles, length = layout.num_tiles(numel), coding.mask_length(numel)
-    allocate_totals = torch.empty if numel else torch.zeros
-    support = Support(
-        coding,
-        torch.empty(length, dtype=torch.int32, device=device),
-        torch.empty(tiles, dtype=dtypes.offset_dtype(numel), device=device),
-        torch.empty(length, dtype=torch.int32, device=device) if two_masks else None,
-        allocate_totals(3, dtype=torch.int64, device=device),
-    )
-    return support, torch.empty(tiles, dtype=torch.int32, device=device)
+def _shape(geometry: Geometry) -> dict[str, Any]:
+    """The kernels' compile-time arguments about the geometry."""
+    return {"HEIGHT": geometry.height, "ALIGNED": geometry.cols % layout.GROUP == 0}
 
 
-def _scan(counts: Tensor, support: Support) -> None:
-    scan_kernel[(1,)](
-        counts,
+def _fields(dtype: torch.dtype) -> dict[str, int]:
+    """The kernels' compile-time arguments about the dtype."""
+    return {"MANTISSA": dtypes.mantissa_bits(dtype), "EXPONENT": dtypes.exponent_bits(dtype)}
+
+
+def _pointers_of(part: Mask | Stream, unused: Tensor) -> list[Tensor]:
+    """The tensors of a coded mask or stream; ``unused`` stands for those that it does not have."""
+    return [unused if t is None else t for t in part.tensors]
+
+
+def _pointers(kept: Kept) -> list[Tensor]:
+    """The kernels' arguments from ``mask_ptr`` to ``up_escape_offsets_ptr``."""
+    support = kept.support
+    assert kept.gate is not None
+    return [
+        *_pointers_of(support.mask, support.offsets),
+        *_pointers_of(support.up_mask or support.mask, support.offsets),
         support.offsets,
-        support.totals,
-        counts.numel(),
+        *_pointers_of(kept.gate, kept.gate.values),
+        *_pointers_of(kept.up or kept.gate, kept.gate.values),
+    ]
+
+
+def _codings(kept: Kept) -> dict[str, Any]:
+    """The kernels' compile-time arguments about codings and dtype."""
+    bits = dtypes.bit_width(kept.dtype)
+    assert kept.gate is not None
+    arguments: dict[str, Any] = {
+        "WORDS": kept.support.mask.coding.triton_words,
+        "TWO_MASKS": kept.support.up_mask is not None,
+        **_fields(kept.dtype),
+    }
+    for name, stream in (("GATE", kept.gate), ("UP", kept.gate if kept.up is None else kept.up)):
+        width = stream.coding.width(kept.dtype)
+        arguments[f"{name}_WIDTH"] = width
+        arguments[f"{name}_PACKED"] = width < bits
+        arguments[f"{name}_FIELD"] = stream.coding.field
+    return arguments
+
+
+def allocate_survey(
+    geometry: Geometry,
+    dtype: torch.dtype,
+    device: torch.device,
+    streams: int,
+    masks: int,
+    statistics: bool,
+) -> tuple[Survey, Tensor]:
+    """A survey to be filled in, and the counts ``[rows, tiles]``."""
+    rows = count_rows(streams, masks, statistics)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    survey = Survey(
+        geometry,
+        dtype,
+        streams,
+        empty(geometry.mask_words),
+        empty(geometry.mask_words) if masks == 2 else None,
+        empty(2 + rows, dtype=torch.int64),
+        empty(rows, layout.table_words(geometry.tiles)),
+        empty(streams, geometry.tiles, dtype=torch.uint8) if statistics else None,
+    )
+    return survey, empty(rows, geometry.tiles)
+
+
+def scan(counts: Tensor, survey: Survey) -> None:
+    rows, tiles = counts.shape
+    scan_kernel[(rows,)](
+        counts,
+        survey.tables.view(torch.int16),
+        survey.totals,
+        tiles,
+        survey.tables.shape[1],
         BLOCK=_SCAN_BLOCK,
         num_warps=_SCAN_WARPS,
         enable_fp_fusion=False,
     )
+
+
+def _pack(codes: Tensor, width: int) -> Tensor:
+    """The low ``width`` bits of integer codes, one after the other in words."""
+    length = layout.packed_words(codes.numel(), width)
+    stream = torch.empty(length, dtype=torch.int32, device=codes.device)
+    if length:
+        with on_device(codes.device):
+            pack_kernel[(layout.ceil_div(length, _PACK_BLOCK),)](
+                codes, stream, codes.numel(), length, WIDTH=width, BLOCK=_PACK_BLOCK, **_OPTIONS
+            )
+    return stream
 
 
 BACKEND = TritonBackend()

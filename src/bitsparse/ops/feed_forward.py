@@ -8,6 +8,7 @@ buffer serves as hidden tensor, its gradient and the gradient of the pre-activat
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +17,10 @@ from torch._compile import _disable_dynamo
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from bitsparse import codings, dtypes, memory
+from bitsparse import codings, dtypes, layout, memory
 from bitsparse.activations import Activation, get_activation
 from bitsparse.backends import Kept, Support, backend_for
-from bitsparse.codings.base import ValueCoding
+from bitsparse.codings import Mask, Stream, SupportCoding, ValueCoding
 
 MEMORY_MODES = ("compressed", "dense", "checkpoint")
 
@@ -52,6 +53,7 @@ def ffn(
     b_down: Tensor | None = None,
     b_gate: Tensor | None = None,
     memory: str = "compressed",
+    codec: str = "balanced",
 ) -> Tensor:
     """A feed-forward block, ``down(activation(up(x)))``, differentiable once.
 
@@ -71,6 +73,8 @@ def ffn(
         b_gate: ``[d_ff]`` or None; for gated activations only.
         memory: what is kept of the hidden activations for backward: "compressed" (positions and
             values of the nonzeros), "dense" (plain PyTorch), "checkpoint" (nothing: recomputed).
+        codec: how positions and values are coded with ``memory="compressed"``: "fast", "balanced"
+            or "small", see :func:`bitsparse.compress`. Speed and size depend on it, results do not.
 
     Returns:
         ``[..., d_model]``.
@@ -81,7 +85,7 @@ def ffn(
             not fit.
     """
     return feed_forward(
-        x, w_up, w_down, get_activation(activation), w_gate, b_up, b_down, b_gate, memory
+        x, w_up, w_down, get_activation(activation), w_gate, b_up, b_down, b_gate, memory, codec
     )
 
 
@@ -101,10 +105,12 @@ def feed_forward(
     b_down: Tensor | None,
     b_gate: Tensor | None,
     memory: str,
+    codec: str,
     report: Callable[[KeptReport], None] | None = None,
 ) -> Tensor:
     """:func:`ffn`; ``report`` is told what a compressed forward pass keeps."""
     check_memory_mode(memory)
+    codings.check_policy(codec)
     _check_arguments(x, w_up, w_down, activation, w_gate, b_up, b_down, b_gate, memory)
 
     def dense(*tensors: Tensor | None) -> Tensor:
@@ -123,7 +129,7 @@ def feed_forward(
     if memory == "checkpoint":
         return checkpoint(dense, *tensors, use_reentrant=False)  # type: ignore[no-any-return]
     run = _compressed_uncompiled if torch.compiler.is_compiling() else _compressed
-    return run(*tensors, activation, report)
+    return run(*tensors, activation, codec, report)
 
 
 def _project(
@@ -151,6 +157,7 @@ def _compressed(
     b_down: Tensor | None,
     b_gate: Tensor | None,
     activation: Activation,
+    codec: str,
     report: Callable[[KeptReport], None] | None,
 ) -> Tensor:
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -170,7 +177,9 @@ def _compressed(
         b_down = None if b_down is None else _as_autocast_would(b_down)
         # On some devices autocast runs `square` in float32: ask, on an empty tensor.
         fp32_math = activation.squared and torch.square(gate.new_empty(0)).dtype != gate.dtype
-    out: Tensor = _ActivationDown.apply(gate, up, w_down, b_down, activation, fp32_math, report)
+    out: Tensor = _ActivationDown.apply(
+        gate, up, w_down, b_down, activation, fp32_math, codec, report
+    )
     return out
 
 
@@ -197,15 +206,56 @@ def _as_autocast_would(weight: Tensor) -> Tensor:
 
 
 class _Meta(NamedTuple):
+    """What :class:`Kept` is besides its tensors, and what else backward needs."""
+
     activation: Activation
     fp32_math: bool
+    geometry: layout.Geometry
     nnz: int
-    numel: int
     dtype: torch.dtype
-    support: codings.SupportCoding
-    gate_coding: ValueCoding
-    up_coding: ValueCoding
+    support: SupportCoding
+    gate: ValueCoding | None
+    up: ValueCoding | None
     d_ff: int
+
+
+_MASK_TENSORS = 3
+_STREAM_TENSORS = 4
+
+
+def _tensors(kept: Kept) -> list[Tensor | None]:
+    """The tensors of ``kept``; the inverse of :func:`_kept`."""
+    found: list[Tensor | None] = [kept.support.offsets]
+    for mask in (kept.support.mask, kept.support.up_mask):
+        found += [None] * _MASK_TENSORS if mask is None else mask.tensors
+    for stream in (kept.gate, kept.up):
+        found += [None] * _STREAM_TENSORS if stream is None else stream.tensors
+    return found
+
+
+def _kept(meta: _Meta, tensors: list[Tensor | None]) -> Kept:
+    offsets, *rest = tensors
+    assert offsets is not None
+    masks, streams = rest[: 2 * _MASK_TENSORS], rest[2 * _MASK_TENSORS :]
+
+    def stream(coding: ValueCoding | None, parts: list[Tensor | None]) -> Stream | None:
+        if coding is None:
+            return None
+        values, *others = parts
+        assert values is not None
+        return Stream(coding, values, *others)
+
+    up_mask = None
+    if meta.activation.relu_up:
+        up_mask = Mask(meta.support, *masks[_MASK_TENSORS:])
+    return Kept(
+        Support(
+            meta.geometry, meta.nnz, offsets, Mask(meta.support, *masks[:_MASK_TENSORS]), up_mask
+        ),
+        meta.dtype,
+        stream(meta.gate, streams[:_STREAM_TENSORS]),
+        stream(meta.up, streams[_STREAM_TENSORS:]),
+    )
 
 
 class _ActivationDown(torch.autograd.Function):
@@ -223,6 +273,7 @@ class _ActivationDown(torch.autograd.Function):
         b_down: Tensor | None,
         activation: Activation,
         fp32_math: bool,
+        codec: str,
         report: Callable[[KeptReport], None] | None,
     ) -> Tensor:
         need_input = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
@@ -236,44 +287,46 @@ class _ActivationDown(torch.autograd.Function):
         gate = gate.contiguous()
         up = None if up is None else up.contiguous()
         backend = backend_for(gate.device)
-        hidden, support = backend.activate(
-            codings.support_coding("flat"), activation, gate, up, fp32_math
+        hidden, survey = backend.activate(
+            layout.geometry(gate.shape),
+            activation,
+            gate,
+            up,
+            fp32_math,
+            codings.needs_statistics(codec),
         )
-        assert support.totals is not None
-        totals = _Totals(support.totals)
+        totals = _Totals(survey.totals)
         # The projection needs the dense tensor anyway and runs for longer than the counts take to
         # reach the host: nothing idles while we wait for them.
         out = F.linear(hidden, w_down, b_down)
         del hidden  # the memory of `gate` where plain ReLU has overwritten it, else free now
-        nnz, gate_signs, up_signs = totals.wait()
-
-        def keep(source: Tensor, relu: bool, any_sign: int) -> tuple[ValueCoding, Tensor]:
-            coding = codings.smallest_values(nnz, source.dtype, bool(any_sign))
-            patterns = backend.gather(support, source.view(-1), nnz, relu)
-            return coding, backend.encode(coding, patterns, source.dtype)
-
-        gate_coding = up_coding = codings.value_coding("raw")
-        gate_stream = up_stream = None
-        if need_weight or not activation.plain:
-            gate_coding, gate_stream = keep(gate, True, gate_signs)
-        if up is not None:
-            up_coding, up_stream = keep(up, activation.relu_up, up_signs)
-        kept = [support.mask, support.offsets, support.up_mask, gate_stream, up_stream]
-        buffers = [b for b in kept if b is not None]
+        counts = survey.counts(totals.wait())
+        only_positions = activation.plain and not need_weight
+        choice = codings.choose(replace(counts, streams=()) if only_positions else counts, codec)
+        sources = [(gate, True), (up, activation.relu_up)]
+        streams: list[Stream | None] = [
+            backend.encode_values(coding, survey, counts, source, i, relu)
+            for i, (coding, (source, relu)) in enumerate(zip(choice.values, sources, strict=False))
+            if source is not None
+        ]
+        support = backend.encode_support(choice.support, survey, counts)
+        kept = Kept(support, gate.dtype, *streams)
+        tensors = _tensors(kept)
+        buffers = [t for t in tensors if t is not None]
         dense_bytes = gate.numel() * gate.element_size() * (1 if up is None else 2)
         memory.track_live(buffers, dense_bytes)
         if report is not None:
-            report(KeptReport(nnz, gate.numel(), memory.storage_bytes(buffers), dense_bytes))
-        ctx.save_for_backward(w_down if need_input else None, *kept)
+            report(KeptReport(counts.nnz, gate.numel(), memory.storage_bytes(buffers), dense_bytes))
+        ctx.save_for_backward(w_down if need_input else None, *tensors)
         ctx.meta = _Meta(
             activation,
             fp32_math,
-            nnz,
-            gate.numel(),
+            survey.geometry,
+            counts.nnz,
             gate.dtype,
-            support.coding,
-            gate_coding,
-            up_coding,
+            choice.support,
+            None if kept.gate is None else kept.gate.coding,
+            None if kept.up is None else kept.up.coding,
             gate.shape[-1],
         )
         return out
@@ -284,7 +337,7 @@ class _ActivationDown(torch.autograd.Function):
             grads = _ActivationDown._backward(ctx, grad_out)
         if torch.is_grad_enabled():  # create_graph=True: fail if these gradients are differentiated
             grads = tuple(g if g is None else _NotTwice.apply(g.requires_grad_()) for g in grads)
-        return (*grads, None, None, None)
+        return (*grads, None, None, None, None)
 
     @staticmethod
     def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -297,20 +350,12 @@ class _ActivationDown(torch.autograd.Function):
             grad_bias = flat.sum_to_size(ctx.bias_shape)
         meta: _Meta | None = ctx.meta
         if meta is not None:
-            w_down, mask, offsets, up_mask, gate_stream, up_stream = ctx.saved_tensors
-            kept = Kept(
-                Support(meta.support, mask, offsets, up_mask),
-                meta.nnz,
-                meta.numel,
-                meta.dtype,
-                meta.gate_coding,
-                meta.up_coding,
-                gate_stream,
-                up_stream,
-            )
-            backend = backend_for(mask.device)
+            w_down, *tensors = ctx.saved_tensors
+            kept = _kept(meta, tensors)
+            device = kept.support.offsets.device
+            backend = backend_for(device)
             # One buffer: the hidden tensor, then its gradient, then the pre-activation's.
-            buffer = torch.empty(meta.numel, dtype=meta.dtype, device=mask.device)
+            buffer = torch.empty(meta.geometry.numel, dtype=meta.dtype, device=device)
             rows = buffer.view(-1, meta.d_ff)
             if need_weight:
                 backend.hidden(meta.activation, kept, meta.fp32_math, out=buffer)

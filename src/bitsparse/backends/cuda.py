@@ -1,0 +1,291 @@
+"""The CUDA backend: kernels in CUDA C++ (``kernels.cu``) where they apply, Triton's elsewhere.
+
+They apply to 16-bit dtypes whose columns are a multiple of 64. NVRTC compiles them at first use for
+the device at hand, by way of the ``cuda-core`` package: no toolkit or compiler is needed.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import torch
+from cuda.core import LaunchConfig, Program, ProgramOptions, Stream, launch
+from torch import Tensor
+
+from bitsparse import dtypes, layout
+from bitsparse.activations import Activation
+from bitsparse.backends.base import ESCAPES, Kept, Survey
+from bitsparse.backends.triton import (
+    TritonBackend,
+    allocate_survey,
+    on_device,
+    rounds_late,
+    scan,
+)
+from bitsparse.codings import Counts, Mask, ValueCoding
+from bitsparse.codings import Stream as ValueStream
+from bitsparse.codings.exponent import FIELDS
+from bitsparse.layout import Geometry
+
+_OLDEST = (8, 0)  # compute capability: warp-wide reductions
+_WARPS = 2  # tiles a block, as in kernels.cu
+
+_lock = threading.Lock()
+
+
+class CudaBackend(TritonBackend):
+    """See :class:`bitsparse.backends.base.Backend`."""
+
+    name = "cuda"
+
+    def survey(
+        self, geometry: Geometry, patterns: Tensor, dtype: torch.dtype, statistics: bool
+    ) -> Survey:
+        if not _applies(geometry, dtype, patterns):
+            return super().survey(geometry, patterns, dtype, statistics)
+        survey, counts = allocate_survey(geometry, dtype, patterns.device, 1, 1, statistics)
+        name = _name("survey", statistics, dtypes.mantissa_bits(dtype))
+        with on_device(patterns.device):
+            _run(name, geometry, patterns, survey.words, counts, survey.exponents)
+            scan(counts, survey)
+        return survey
+
+    def activate(
+        self,
+        geometry: Geometry,
+        activation: Activation,
+        gate: Tensor,
+        up: Tensor | None,
+        fp32_math: bool,
+        statistics: bool,
+    ) -> tuple[Tensor, Survey]:
+        dtype = gate.dtype
+        both = [t for t in (gate, up) if t is not None]
+        if not all(_applies(geometry, dtype, t) for t in both):
+            return super().activate(geometry, activation, gate, up, fp32_math, statistics)
+        survey, counts = allocate_survey(
+            geometry, dtype, gate.device, len(both), 1 + activation.relu_up, statistics
+        )
+        hidden = gate if activation.plain else torch.empty_like(gate)
+        name = _name(
+            "activate",
+            dtypes.mantissa_bits(dtype),
+            activation.gated,
+            activation.squared,
+            activation.relu_up,
+            rounds_late(activation, dtype, fp32_math),
+            statistics,
+        )
+        with on_device(gate.device):
+            _run(
+                name,
+                geometry,
+                gate,
+                up,
+                hidden,
+                survey.words,
+                survey.up_words,
+                counts,
+                survey.exponents,
+            )
+            scan(counts, survey)
+        return hidden, survey
+
+    def _bucket(self, flat: Tensor, mask: Mask, geometry: Geometry) -> None:
+        if not _applies(geometry, torch.bfloat16, flat):
+            super()._bucket(flat, mask, geometry)
+            return
+        with on_device(flat.device):
+            _run("bucket", geometry, flat, *mask.tensors)
+
+    def encode_values(
+        self,
+        coding: ValueCoding,
+        survey: Survey,
+        counts: Counts,
+        source: Tensor,
+        stream: int,
+        relu: bool,
+    ) -> ValueStream:
+        geometry, dtype, nnz = survey.geometry, survey.dtype, counts.nnz
+        if not _applies(geometry, dtype, source) or nnz == 0:
+            return super().encode_values(coding, survey, counts, source, stream, relu)
+        width, device = coding.width(dtype), source.device
+        if width == dtypes.bit_width(dtype):
+            codes = torch.empty(nnz, dtype=dtypes.pattern_dtype(dtype), device=device)
+        else:  # words that two tiles share are written by both
+            words = layout.packed_words(nnz, width)
+            codes = torch.zeros(words, dtype=torch.int32, device=device)
+        exponents = escapes = escape_offsets = None
+        if coding.field:
+            assert survey.exponents is not None
+            exponents = survey.exponents[stream].clone()
+            size = counts.streams[stream].escapes[coding.field]
+            escapes = torch.empty(size, dtype=torch.uint8, device=device)
+            row = ESCAPES + stream * len(FIELDS) + FIELDS.index(coding.field)
+            escape_offsets = survey.table(row)
+        mantissa = dtypes.mantissa_bits(dtype)
+        with on_device(device):
+            _run(
+                _name("encode", width, coding.field, mantissa, relu),
+                geometry,
+                source,
+                survey.words,
+                survey.words if survey.up_words is None else survey.up_words,
+                survey.tables,
+                codes,
+                exponents,
+                escapes,
+                escape_offsets,
+            )
+        return ValueStream(coding, codes, exponents, escapes, escape_offsets)
+
+    def _scatter(
+        self, kept: Kept, out: Tensor, kind: int, gated: bool, squared: bool, late: bool
+    ) -> None:
+        if not _applies(kept.support.geometry, kept.dtype, out):
+            super()._scatter(kept, out, kind, gated, squared, late)
+            return
+        two = kept.support.up_mask is not None
+        with on_device(out.device):
+            _run(
+                _name("decode", *_codings(kept), gated, squared, two, late),
+                kept.support.geometry,
+                *_pointers(kept),
+                out,
+            )
+
+    def gradient(
+        self,
+        activation: Activation,
+        kept: Kept,
+        grad_hidden: Tensor,
+        fp32_math: bool,
+        need_gate: bool,
+        need_up: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        need_up = need_up and activation.gated
+        support = kept.support
+        if not (need_gate or need_up) or not _applies(support.geometry, kept.dtype, grad_hidden):
+            return super().gradient(activation, kept, grad_hidden, fp32_math, need_gate, need_up)
+        # Each element is read before it is overwritten, by the same lane.
+        grad_gate = grad_hidden if need_gate else None
+        grad_up = None
+        if need_up:
+            grad_up = torch.empty_like(grad_hidden) if need_gate else grad_hidden
+        name = _name(
+            "gradient",
+            *_codings(kept),
+            activation.gated,
+            activation.squared,
+            support.up_mask is not None,
+            fp32_math,
+            need_gate,
+            need_up,
+        )
+        with on_device(grad_hidden.device):
+            _run(name, support.geometry, grad_hidden, grad_gate, grad_up, *_pointers(kept))
+        return grad_gate, grad_up
+
+
+BACKEND = CudaBackend()
+
+
+def _name(kernel: str, *arguments: bool | int | str) -> str:
+    """The kernel with these template arguments."""
+    return f"{kernel}<{', '.join(str(a).lower() for a in arguments)}>"
+
+
+def _codings(kept: Kept) -> list[int | str]:
+    """Template arguments from ``SUPPORT`` to ``UP_FIELD``; without values: any."""
+    found: list[int | str] = [kept.support.mask.coding.name, dtypes.mantissa_bits(kept.dtype)]
+    for stream in (kept.gate, kept.up or kept.gate):
+        found += (
+            [0, 0] if stream is None else [stream.coding.width(kept.dtype), stream.coding.field]
+        )
+    return found
+
+
+def _pointers(kept: Kept) -> list[Tensor | None]:
+    """The kernels' arguments from ``mask`` to ``up_escape_offsets``."""
+    support = kept.support
+    found = [*support.mask.tensors, *(support.up_mask or support.mask).tensors, support.offsets]
+    for stream in (kept.gate, kept.up or kept.gate):
+        found += [None] * 4 if stream is None else stream.tensors
+    return found
+
+
+def _applies(geometry: Geometry, dtype: torch.dtype, tensor: Tensor) -> bool:
+    return (
+        dtype.itemsize == 2
+        and geometry.height == layout.GROUP
+        and geometry.cols % layout.GROUP == 0
+        and tensor.data_ptr() % 16 == 0
+        and _works(tensor.device.index or 0)
+    )
+
+
+@cache
+def _works(device: int) -> bool:
+    """Whether kernels can be compiled for the device."""
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.cuda is None or capability < _OLDEST:
+        return False
+    try:
+        compile_kernel("survey<true, 7>", capability)
+    except Exception as error:  # whatever a broken installation brings: Triton still works
+        warnings.warn(
+            f"bitsparse: kernels in CUDA C++ cannot be compiled ({error}); using Triton's",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def _run(name: str, geometry: Geometry, *tensors: Tensor | None) -> None:
+    """Launch a kernel over the tiles, on the current device and stream."""
+    device = torch.cuda.current_device()
+    launch(
+        _stream(torch.cuda.current_stream().cuda_stream),
+        LaunchConfig(grid=layout.ceil_div(geometry.tiles, _WARPS), block=32 * _WARPS),
+        _kernel(name, torch.cuda.get_device_capability(device)),
+        *(0 if t is None else t.data_ptr() for t in tensors),
+        geometry.rows,
+        geometry.cols,
+        geometry.tiles,
+    )
+
+
+@cache
+def _stream(handle: int) -> Any:
+    return Stream.from_handle(handle)
+
+
+_kernels: dict[tuple[str, tuple[int, int]], Any] = {}
+
+
+def _kernel(name: str, capability: tuple[int, int]) -> Any:
+    key = (name, capability)
+    found = _kernels.get(key)
+    if found is None:
+        with _lock:
+            found = _kernels.get(key)
+            if found is None:
+                found = _kernels[key] = compile_kernel(name, capability).get_kernel(name)
+    return found
+
+
+@cache
+def _source() -> str:
+    return files("bitsparse.backends").joinpath("kernels.cu").read_text()
+
+
+def compile_kernel(name: str, capability: tuple[int, int]) -> Any:
+    """The object code of one kernel, say ``"survey<true, 7>"``, for a compute capability."""
+    options = ProgramOptions(std="c++17", arch="sm_{}{}".format(*capability))
+    return Program(_source(), "c++", options).compile("cubin", name_expressions=(name,))
