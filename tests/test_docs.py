@@ -11,7 +11,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_python_blocks_run(page):
+def test_python_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # what they write goes there
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
     namespace: dict[str, object] = {}
     for block in blocks:

@@ -90,7 +90,8 @@ def assert_identical(activation, tensors, **kwargs):
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_bits(backend_device, activation, dtype, bias):
-    for shape, d_ff in (((64, 32), 96), ((3, 37, 16), 129), ((2, 3, 5, 8), 40), ((2, 8), 8)):
+    shapes = (((64, 32), 96), ((3, 37, 16), 129), ((2, 3, 5, 8), 40), ((2, 8), 8), ((120, 8), 128))
+    for shape, d_ff in shapes:
         assert_identical(activation, inputs(activation, shape, d_ff, dtype, backend_device, bias))
 
 
@@ -101,11 +102,13 @@ def test_special_values_in_the_pre_activations(backend_device, activation, dtype
 
     Identity weights carry each special value into one pre-activation and no other.
     """
-    pairs = torch.tensor(list(itertools.product(SPECIALS, [*SPECIALS, 1.5, -2.5])))
+    pairs = list(itertools.product(SPECIALS, [*SPECIALS, 1.5, -2.5]))
+    # Whole tiles of 64 by 64, for which there may be kernels of their own.
+    pairs = torch.tensor([*pairs, *pairs[: -len(pairs) % 64]])
     n = len(pairs)
     size = n if not ACTIVATIONS[activation].gated else 2 * n
     for value in (1.0, -1.0, float("nan"), float("inf")):
-        x = torch.zeros(3, size)
+        x = torch.zeros(64, size)
         x[1, :n] = pairs[:, 0]
         x[2, :n] = 1.0
         x[:, n:] = pairs[:, 1][: size - n]
@@ -203,8 +206,8 @@ def test_float32_math_inside_16_bit(backend_device, activation):
 
     for dtype in (torch.bfloat16, torch.float16):
         g = torch.Generator().manual_seed(3)
-        gate0 = (torch.randn(40, 64, generator=g) * 30).to(dtype).to(backend_device)
-        up0 = (torch.randn(40, 64, generator=g) * 30).to(dtype).to(backend_device)
+        gate0 = (torch.randn(60, 64, generator=g) * 30).to(dtype).to(backend_device)
+        up0 = (torch.randn(60, 64, generator=g) * 30).to(dtype).to(backend_device)
         w = torch.eye(64, dtype=dtype, device=backend_device).requires_grad_()
         results = []
         for codec in ("plain", *codings.POLICIES):
@@ -243,7 +246,7 @@ def test_every_coding(backend_device, interpreted, monkeypatch, activation, supp
         found = tuple(codings.value_coding(name) for name in wanted)
         return codings.Choice(codings.support_coding(support), found, 0)
 
-    shape, d_ff = ((64, 24), 80) if interpreted else ((200, 24), 200)
+    shape, d_ff = ((64, 24), 80) if interpreted else ((250, 24), 192)
     for dtype in COMPUTE_DTYPES[1:] if interpreted else COMPUTE_DTYPES:
         t = inputs(activation, shape, d_ff, dtype, backend_device)
         with torch.no_grad():

@@ -42,151 +42,174 @@ def test_kernels_compile(target: str, tmp_path: Path) -> None:
 Case = tuple[dict[str, str], dict[str, Any]]
 """Types of the arguments, values of the compile-time arguments."""
 
-DTYPES = (("*i32", 0, 32), ("*i16", 1, 16), ("*i16", 2, 16))
-"""Pointer to the patterns, ``KIND`` and bits of float32, float16 and bfloat16."""
+COMPUTE = {"float32": 0, "float16": 1, "bfloat16": 2}
+"""``KIND`` of the dtypes that kernels compute in."""
+
+POINTERS = {1: "*u8", 2: "*i16", 4: "*i32"}
+
+GEOMETRIES = (
+    {"HEIGHT": 1, "ALIGNED": False},
+    {"HEIGHT": 64, "ALIGNED": True},
+    {"HEIGHT": 64, "ALIGNED": False},
+)
 
 
 def _cases() -> dict[str, Iterator[Case]]:
     """For each kernel of the backend, what it is compiled with.
 
     Not the full product of independent arguments: every value of each one, every activation with
-    every dtype, and every value coding with every dtype.
+    every dtype, and every form of value coding with every dtype that it applies to.
     """
     import torch
 
-    from bitsparse import codings
+    from bitsparse import codings, dtypes
     from bitsparse.activations import ACTIVATIONS
     from bitsparse.backends import triton as backend
-    from bitsparse.layout import TILE
 
-    support = [codings.support_coding(name) for name in codings.SUPPORTS]
-    values = [codings.value_coding(name) for name in codings.VALUES]
-    torch_dtypes = {0: torch.float32, 1: torch.float16, 2: torch.bfloat16}
-    # numel beyond 2**31 comes with 64-bit offsets.
-    sizes = itertools.cycle([("i32", "*i32"), ("i64", "*i64")])
+    supports = itertools.cycle(codings.support_coding(name) for name in codings.SUPPORTS)
+    geometries = itertools.cycle(GEOMETRIES)
+    statistics = itertools.cycle((True, False))
+    # Of codings that differ in a width only, and of dtypes that differ in nothing, one.
+    values = [
+        codings.value_coding(name) for name in ("raw", "unsigned", "exponent4", "signed_exponent3")
+    ]
+    formats = {(d.itemsize, dtypes.mantissa_bits(d)): d for d in dtypes.SUPPORTED_DTYPES}
+    stored = list(formats.values())
+    compute = [(getattr(torch, name), kind) for name, kind in COMPUTE.items()]
+    sizes = {"rows": "i32", "cols": "i32", "mask_words": "i32"}
+    # 64-bit sizes: more than 2**31 rows, columns or words.
+    long = dict.fromkeys(sizes, "i64")
+    size_types = itertools.cycle([sizes, sizes, long])
 
-    def stream(coding: Any, dtype: Any, prefix: str = "") -> tuple[str, dict[str, Any]]:
-        pointer = {torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32"}
-        load = {
-            f"LOAD_{prefix}" if prefix else "LOAD": coding.triton_load,
-            f"{prefix}_WIDTH".lstrip("_"): coding.width(dtype),
-            f"{prefix}_STRIDE".lstrip("_"): coding.stream_length(32, dtype),
+    def pointer(dtype: Any) -> str:
+        return POINTERS[dtype.itemsize]
+
+    def fields(dtype: Any) -> dict[str, int]:
+        return {"MANTISSA": dtypes.mantissa_bits(dtype), "EXPONENT": dtypes.exponent_bits(dtype)}
+
+    def mask(prefix: str = "") -> dict[str, str]:
+        types = {"mask_ptr": "*i32", "buckets_ptr": "*u8", "bucket_offsets_ptr": "*i32"}
+        return {prefix + name: t for name, t in types.items()}
+
+    def stream(prefix: str, coding: Any, dtype: Any) -> tuple[dict[str, str], dict[str, Any]]:
+        width = coding.width(dtype)
+        packed = width < dtypes.bit_width(dtype)
+        types = {
+            "ptr": "*i32" if packed else pointer(dtype),
+            "exponents_ptr": "*u8",
+            "escapes_ptr": "*u8",
+            "escape_offsets_ptr": "*i32",
         }
-        return pointer[coding.stream_dtype(dtype)], load
+        constants = {"WIDTH": width, "PACKED": packed, "FIELD": coding.field}
+        return (
+            {f"{prefix}_{name}": t for name, t in types.items()},
+            {f"{prefix.upper()}_{name}": c for name, c in constants.items()},
+        )
 
-    def find_support() -> Iterator[Case]:
-        for s, (pointer, sign) in itertools.product(
-            support, (("*u8", 7), ("*i16", 15), ("*i32", 31))
-        ):
-            numel, _ = next(sizes)
-            types = {"patterns_ptr": pointer, "mask_ptr": "*i32", "counts_ptr": "*i32"}
-            constants = {"INDEX": s.triton_index, "STORE": s.triton_store, "SIGN_BIT": sign}
-            yield {**types, "numel": numel}, {**constants, "TILE": TILE}
+    def survey() -> Iterator[Case]:
+        for dtype, statistics in itertools.product(stored, (False, True)):
+            types = {"patterns_ptr": pointer(dtype), "words_ptr": "*i32", "counts_ptr": "*i32"}
+            types |= {"exponents_ptr": "*u8", **next(size_types), "tiles": "i32"}
+            yield types, {**next(geometries), **fields(dtype), "STATISTICS": statistics}
 
     def activate() -> Iterator[Case]:
-        for s, a, (pointer, kind, _) in itertools.product(support, ACTIVATIONS.values(), DTYPES):
+        for a, (dtype, kind) in itertools.product(ACTIVATIONS.values(), compute):
             for late in {False, a.gated and a.squared and kind != 0}:
-                numel, _ = next(sizes)
-                types = dict.fromkeys(("gate_ptr", "up_ptr", "hidden_ptr"), pointer)
-                types |= dict.fromkeys(("mask_ptr", "up_mask_ptr", "counts_ptr"), "*i32")
+                types = dict.fromkeys(("gate_ptr", "up_ptr", "hidden_ptr"), pointer(dtype))
+                types |= dict.fromkeys(("words_ptr", "up_words_ptr", "counts_ptr"), "*i32")
+                types |= {"exponents_ptr": "*u8", **next(size_types), "tiles": "i32"}
                 constants = {"KIND": kind, "GATED": a.gated, "SQUARED": a.squared}
-                constants |= {"RELU_UP": a.relu_up, "FP32_MATH": late, "TILE": TILE}
-                constants |= {"INDEX": s.triton_index, "STORE": s.triton_store}
-                yield {**types, "numel": numel}, constants
+                constants |= {"RELU_UP": a.relu_up, "FP32_MATH": late, **fields(dtype)}
+                yield types, {**constants, **next(geometries), "STATISTICS": next(statistics)}
 
     def scan() -> Iterator[Case]:
-        for offsets in ("*i32", "*i64"):
-            types = {"counts_ptr": "*i32", "offsets_ptr": offsets, "totals_ptr": "*i64"}
-            yield (
-                {**types, "tiles": "i32"},
-                {"BLOCK": backend._SCAN_BLOCK, "num_warps": backend._SCAN_WARPS},
-            )
+        types = {"counts_ptr": "*i32", "tables_ptr": "*i16", "totals_ptr": "*i64"}
+        yield (
+            {**types, "tiles": "i32", "table_words": "i32"},
+            {"BLOCK": backend._SCAN_BLOCK, "num_warps": backend._SCAN_WARPS},
+        )
+
+    def bucket() -> Iterator[Case]:
+        for size in ("i32", "i64"):
+            yield {"words_ptr": "*i32", **mask(), "mask_words": size}, {}
 
     def gather() -> Iterator[Case]:
-        forms = [(pointer, kind, True) for pointer, kind, _ in DTYPES]
-        forms += [(pointer, 0, False) for pointer in ("*u8", "*i16", "*i32")]
-        for s, (pointer, kind, relu) in itertools.product(support, forms):
-            numel, offsets = next(sizes)
-            types = {"source_ptr": pointer, "mask_ptr": "*i32", "offsets_ptr": offsets}
-            constants = {"KIND": kind, "RELU": relu, "LOCATE": s.triton_locate, "TILE": TILE}
-            yield {**types, "out_ptr": pointer, "numel": numel}, constants
+        forms = [(dtype, kind, True) for dtype, kind in compute]
+        forms += [(dtype, 0, False) for dtype in stored]
+        flat = codings.support_coding("flat").triton_words
+        for (dtype, kind, relu), coding in itertools.product(forms, values):
+            if not coding.applies(dtype, False):
+                continue
+            types = {"source_ptr": pointer(dtype), "words_ptr": "*i32", "up_words_ptr": "*i32"}
+            types |= {"offsets_ptr": "*i32", "out_ptr": pointer(dtype), "exponents_ptr": "*u8"}
+            types |= {"escapes_ptr": "*u8", "escape_offsets_ptr": "*i32", **next(size_types)}
+            constants = {"KIND": kind, "RELU": relu, "TWO_MASKS": relu and coding.field == 0}
+            constants |= {"FIELD": coding.field, "WORDS": flat, **fields(dtype)}
+            yield types, {**constants, **next(geometries)}
 
     def pack() -> Iterator[Case]:
-        for pointer, width in (("*u8", 7), ("*i16", 15), ("*i32", 31)):
-            for size in ("i32", "i64"):
-                types = {"patterns_ptr": pointer, "stream_ptr": "*i32", "count": size}
-                yield (
-                    {**types, "words": size},
-                    {"WIDTH": width, "BLOCK": backend._PACK_BLOCK},
-                )
+        for dtype, coding in itertools.product(stored, values):
+            width = coding.width(dtype)
+            if coding.applies(dtype, False) and width < dtypes.bit_width(dtype):
+                size = next(size_types)["rows"]
+                types = {"patterns_ptr": pointer(dtype), "stream_ptr": "*i32", "count": size}
+                yield {**types, "words": size}, {"WIDTH": width, "BLOCK": backend._PACK_BLOCK}
+
+    def decoding(dtype: Any, gate: Any, up: Any) -> tuple[dict[str, str], dict[str, Any]]:
+        """What the two kernels that read coded values share."""
+        gate_types, gate_constants = stream("gate", gate, dtype)
+        up_types, up_constants = stream("up", up, dtype)
+        types = {**mask(), **mask("up_"), "offsets_ptr": "*i32", **gate_types, **up_types}
+        constants = {**gate_constants, **up_constants, **fields(dtype), **next(geometries)}
+        constants |= {"WORDS": next(supports).triton_words}
+        return {**types, **next(size_types)}, constants
+
+    def computing() -> Iterator[tuple[Any, Any, Case]]:
+        pairs = itertools.cycle(itertools.product(values, values))
+        # Pair after pair of codings, for every activation, dtype and way to round.
+        for a, (dtype, kind) in itertools.product(ACTIVATIONS.values(), compute):
+            if a.plain:
+                continue
+            for late in (False, True) if kind != 0 else (False,):
+                types, constants = decoding(dtype, *next(pairs))
+                constants |= {"KIND": kind, "GATED": a.gated, "SQUARED": a.squared}
+                constants |= {"FP32_MATH": late, "TWO_MASKS": a.relu_up}
+                yield a, dtype, (types, constants)
 
     def scatter() -> Iterator[Case]:
-        outs = (
-            ("*u8", torch.float8_e4m3fn),
-            ("*i16", torch.bfloat16),
-            ("*i32", torch.float32),
-        )
-        for s, value, (out, dtype) in itertools.product(support, values, outs):
-            for numel, offsets in (("i32", "*i32"), ("i64", "*i64")):
-                pointer, load = stream(value, dtype)
-                types = {"stream_ptr": pointer, "mask_ptr": "*i32", "offsets_ptr": offsets}
-                constants = {**load, "LOCATE": s.triton_locate, "TILE": TILE}
-                yield {**types, "out_ptr": out, "numel": numel}, constants
-
-    def decoding() -> Iterator[tuple[Any, Any, str, dict[str, str], dict[str, Any]]]:
-        """What the two kernels that compute on coded values share."""
-        pairs = itertools.cycle(itertools.product(values, values))
-        for s, a, (pointer, kind, _) in itertools.product(support, ACTIVATIONS.values(), DTYPES):
-            if not a.gated and not a.squared:
-                continue
-            # The cycle gives every pair of codings to several activations and dtypes.
-            for late in (False, True) if kind != 0 else (False,):
-                numel, offsets = next(sizes)
-                gate, up = next(pairs)
-                gate_pointer, gate_load = stream(gate, torch_dtypes[kind], "GATE")
-                up_pointer, up_load = stream(up, torch_dtypes[kind], "UP")
-                types = {"gate_ptr": gate_pointer, "up_ptr": up_pointer}
-                types |= {"mask_ptr": "*i32", "offsets_ptr": offsets, "numel": numel}
-                constants = {**gate_load, **up_load, "KIND": kind, "GATED": a.gated}
-                constants |= {"SQUARED": a.squared, "FP32_MATH": late, "TILE": TILE}
-                yield s, a, pointer, types, {**constants, "LOCATE": s.triton_locate}
-
-    def hidden() -> Iterator[Case]:
-        for _, _, pointer, types, constants in decoding():
-            yield {**types, "out_ptr": pointer}, constants
+        for dtype, coding in itertools.product(stored, values):
+            if coding.applies(dtype, False):
+                types, constants = decoding(dtype, coding, coding)
+                constants |= {"KIND": 0, "GATED": False, "SQUARED": False}
+                constants |= {"FP32_MATH": False, "TWO_MASKS": False}
+                yield {**types, "out_ptr": pointer(dtype)}, constants
+        for _, dtype, (types, constants) in computing():
+            yield {**types, "out_ptr": pointer(dtype)}, constants
 
     def mask_gradient() -> Iterator[Case]:
-        for s, (pointer, _, _) in itertools.product(support, DTYPES[:2]):
-            for numel in ("i32", "i64"):
-                yield (
-                    {"grad_ptr": pointer, "mask_ptr": "*i32", "numel": numel},
-                    {"LOCATE": s.triton_locate, "TILE": TILE},
-                )
+        for (dtype, _), _, _ in itertools.product(compute[:2], GEOMETRIES, codings.SUPPORTS):
+            types = {"grad_ptr": pointer(dtype), **mask(), **next(size_types)}
+            yield types, {**next(geometries), "WORDS": next(supports).triton_words}
+        next(supports)  # another pairing with the geometries from here on
 
     def gradient() -> Iterator[Case]:
         needs = itertools.cycle([(True, True), (True, False), (False, True)])
-        for _, a, pointer, types, constants in decoding():
-            grads = dict.fromkeys(("grad_ptr", "grad_gate_ptr", "grad_up_ptr"), pointer)
-            masks = dict.fromkeys(("value_mask_ptr", "up_mask_ptr"), "*i32")
+        for a, dtype, (types, constants) in computing():
+            grads = ("grad_ptr", "grad_gate_ptr", "grad_up_ptr")
             need_gate, need_up = next(needs) if a.gated else (True, False)
             yield (
-                {**types, **grads, **masks},
-                {
-                    **constants,
-                    "RELU_UP": a.relu_up,
-                    "NEED_GATE": need_gate,
-                    "NEED_UP": need_up,
-                },
+                {**types, **dict.fromkeys(grads, pointer(dtype))},
+                {**constants, "NEED_GATE": need_gate, "NEED_UP": need_up},
             )
 
     return {
-        "find_support_kernel": find_support(),
+        "survey_kernel": survey(),
         "activate_kernel": activate(),
         "scan_kernel": scan(),
+        "bucket_kernel": bucket(),
         "gather_kernel": gather(),
         "pack_kernel": pack(),
         "scatter_kernel": scatter(),
-        "hidden_kernel": hidden(),
         "mask_gradient_kernel": mask_gradient(),
         "gradient_kernel": gradient(),
     }
@@ -234,7 +257,7 @@ def main(target_name: str) -> None:
             count += 1
         assert count, f"{name}: no cases"
         # A launch turns a size of 1 into a constant.
-        sizes = [n for n in ("numel", "tiles", "count", "words") if n in types]
+        sizes = [n for n in ("rows", "cols", "mask_words", "tiles", "count", "words") if n in types]
         types = {n: t for n, t in types.items() if n not in sizes}
         _compile(kernel, types, constants | dict.fromkeys(sizes, 1), target)
         print(f"{name}: {count} compiled for {target_name}")

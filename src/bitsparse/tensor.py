@@ -163,9 +163,9 @@ def compress(
         support: coding of the positions: "auto"; "flat" (one bit an element); "bucketed" (only
             nonempty groups of eight tokens); "full" (possible where every element is nonzero).
         values: coding of the values: "auto"; "raw" (full width); "unsigned" (without the sign bit,
-            possible where none is set); "exponent" (mantissas whole, exponents in 3 or 4 bits: the
-            smallest of "exponent4", "exponent3" and, where a sign occurs, "signed_exponent4",
-            "signed_exponent3"); "dense" (every element, full width).
+            possible where none is set); "exponent" (mantissas whole, exponents in 3 or 4 bits:
+            "exponent4" or "exponent3", or, where a sign occurs, "signed_exponent4" or
+            "signed_exponent3", as the codec prefers); "dense" (every element, full width).
         codec: what "auto" prefers: "small" the smallest codings; "balanced" the fastest of those
             within 5 % of the smallest; "fast" the smallest of the flat, raw and unsigned ones.
             Whatever the codec, a tensor that nothing makes smaller is stored dense.
@@ -202,9 +202,10 @@ def compress(
     choice = codings.choose(counts, codec, support, values)
     if support == values == "auto" and choice.nbytes >= x.numel() * x.element_size():
         return _dense(x, patterns, counts.nnz)
-    found = backend.encode_support(choice.support, survey, counts)
     (value_coding,) = choice.values
+    # The values take the device longest: what else there is to prepare hides behind them.
     stream = backend.encode_values(value_coding, survey, counts, patterns, 0, relu=False)
+    found = backend.encode_support(choice.support, survey, counts)
     return BitSparseTensor(
         x.shape,
         x.dtype,

@@ -644,8 +644,16 @@ _FLOAT_PATTERNS = {
 }
 
 
-@cache
+_FORMATS = {(d.itemsize, dtypes.mantissa_bits(d)): d for d in reversed(dtypes.SUPPORTED_DTYPES)}
+
+
 def _kernels(coding: SupportCoding, dtype: torch.dtype) -> SimpleNamespace:
+    """The kernels for one support coding and one dtype; dtypes of the same fields share them."""
+    return _compile(coding, _FORMATS[dtype.itemsize, dtypes.mantissa_bits(dtype)])
+
+
+@cache
+def _compile(coding: SupportCoding, dtype: torch.dtype) -> SimpleNamespace:
     """The kernels for one support coding and one dtype.
 
     Each runs over the tiles ``[first, last)`` of a tensor of ``rows``, ``cols`` and ``height``.

@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import Any
 
 import torch
-from cuda.core import LaunchConfig, Program, ProgramOptions, Stream, launch
+from cuda.core import Device, LaunchConfig, Program, ProgramOptions, Stream, launch
 from torch import Tensor
 
 from bitsparse import dtypes, layout
@@ -35,6 +35,7 @@ _OLDEST = (8, 0)  # compute capability: warp-wide reductions
 _WARPS = 2  # tiles a block, as in kernels.cu
 
 _lock = threading.Lock()
+_thread = threading.local()
 
 
 class CudaBackend(TritonBackend):
@@ -147,7 +148,11 @@ class CudaBackend(TritonBackend):
     def _scatter(
         self, kept: Kept, out: Tensor, kind: int, gated: bool, squared: bool, late: bool
     ) -> None:
-        if not _applies(kept.support.geometry, kept.dtype, out):
+        # Of plain values at high density Triton's kernel is the faster one (H200, density 0.5: 0.62
+        # ms against 1.1 ms; 0.2: 0.58 against 0.60; 0.05: 0.55 against 0.41).
+        simple = not (gated or squared) and kept.gate is not None and not kept.gate.coding.field
+        crowded = simple and kept.support.nnz > kept.support.geometry.numel // 4
+        if crowded or not _applies(kept.support.geometry, kept.dtype, out):
             super()._scatter(kept, out, kind, gated, squared, late)
             return
         two = kept.support.up_mask is not None
@@ -250,6 +255,10 @@ def _works(device: int) -> bool:
 def _run(name: str, geometry: Geometry, *tensors: Tensor | None) -> None:
     """Launch a kernel over the tiles, on the current device and stream."""
     device = torch.cuda.current_device()
+    if getattr(_thread, "device", None) != device:
+        # PyTorch may not have made a context current in this thread yet (autograd has its own).
+        Device(device).set_current()
+        _thread.device = device
     launch(
         _stream(torch.cuda.current_stream().cuda_stream),
         LaunchConfig(grid=layout.ceil_div(geometry.tiles, _WARPS), block=32 * _WARPS),

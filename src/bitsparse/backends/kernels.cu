@@ -24,7 +24,7 @@ constexpr int FIELDS[2] = {4, 3};                // widths of the exponent field
 struct Tile {
     u32 index;
     i64 base;  // of its first element
-    int rows;  // that the tensor has, of 64
+    u32 rows;  // that the tensor has, of 64
 };
 
 // The tile of this warp; index >= tiles if there is none.
@@ -36,7 +36,7 @@ static __device__ __forceinline__ Tile locate(u32 tiles, i64 rows, u32 cols) {
     u32 column = (t.index - block * across) << 6;
     i64 first = (i64)block << 6;
     t.base = first * cols + column;
-    t.rows = (int)min((i64)64, rows - first);
+    t.rows = (u32)min((i64)64, rows - first);
     return t;
 }
 
@@ -72,8 +72,12 @@ static __device__ __forceinline__ u32 nonzero_bytes(u32 x) {
 
 // Where value k of a tile is in shared memory. The lanes read and write at equal distances, which is
 // in one bank of 32 at density 1/2 but for the one word left out in 17.
-constexpr int STAGE = 4096 + 256;
+// Behind them every lane has room for what it need not read or write: without branches is faster.
+constexpr int SPARE = 4096 + 256, STAGE = SPARE + 64;
 static __device__ __forceinline__ u32 staged(u32 k) { return k + (k >> 5 << 1); }
+
+// The most bytes of groups and buckets that a tile has.
+constexpr int BUCKET_BYTES = 64 + 512;
 
 // ------------------------------------------------------------- two 16-bit elements in a register
 // MANTISSA says which dtype: 7 bfloat16, 10 float16.
@@ -320,6 +324,8 @@ bucket(const uint4* words, u32* groups, u8* buckets, const u32* bucket_offsets, 
     Tile t = locate(tiles, rows, cols);
     if (t.index >= tiles) return;
     int lane = threadIdx.x & 31;
+    __shared__ u8 storage[WARPS][BUCKET_BYTES + 32];
+    u8* staged_bytes = storage[threadIdx.x >> 5];
     uint4 w = words[t.index * (u64)32 + lane];
     u32 first = (w.x | w.y) != 0, second = (w.z | w.w) != 0;
     u32 firsts = __ballot_sync(ALL, first), seconds = __ballot_sync(ALL, second);
@@ -333,17 +339,21 @@ bucket(const uint4* words, u32* groups, u8* buckets, const u32* bucket_offsets, 
     u32 parts[4] = {w.x, w.y, w.z, w.w}, sixteen = 0;
 #pragma unroll
     for (int b = 0; b < 16; b++) sixteen |= (u32)((parts[b >> 2] >> (8 * (b & 3)) & 0xff) != 0) << b;
-    u8* stream = buckets + entry(bucket_offsets, t.index);
     u32 below = (1u << lane) - 1;
     u32 rank = __popc(firsts & below) + __popc(seconds & below);
-    if (first) stream[rank++] = sixteen & 0xff;
-    if (second) stream[rank] = sixteen >> 8;
-    stream += __popc(firsts) + __popc(seconds) + exclusive_scan(__popc(sixteen), lane);
+    staged_bytes[first ? rank : BUCKET_BYTES + lane] = sixteen & 0xff;
+    staged_bytes[second ? rank + first : BUCKET_BYTES + lane] = sixteen >> 8;
+    u32 mine = __popc(sixteen), nonempty = __popc(firsts) + __popc(seconds);
+    rank = nonempty + exclusive_scan(mine, lane);
 #pragma unroll
     for (int b = 0; b < 16; b++) {
-        if (sixteen >> b & 1)
-            stream[__popc(sixteen & ((1u << b) - 1))] = parts[b >> 2] >> (8 * (b & 3));
+        u32 k = rank + __popc(sixteen & ((1u << b) - 1));
+        staged_bytes[sixteen >> b & 1 ? k : BUCKET_BYTES + lane] = parts[b >> 2] >> (8 * (b & 3));
     }
+    __syncwarp();
+    u8* stream = buckets + entry(bucket_offsets, t.index);
+    u32 bytes = nonempty + __reduce_add_sync(ALL, mine);
+    for (u32 k = lane; k < bytes; k += 32) stream[k] = staged_bytes[k];
 }
 
 // Codes of the kept elements.
@@ -368,6 +378,7 @@ encode(const u16* x, const uint4* words, const uint4* more, const u32* offsets, 
     i64 offset = entry(offsets, t.index);
     u32 rank = exclusive_scan(mine, lane), second_rank = rank + __popc(w.x) + __popc(w.y);
     const u16* from = x + t.base + 2 * lane;
+    u32 stride = cols;  // at most 2**24: offsets in a tile fit in 32 bits
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         u32 first = half ? w.y : w.x, second = half ? w.w : w.z;
@@ -378,12 +389,16 @@ encode(const u16* x, const uint4* words, const uint4* more, const u32* offsets, 
             for (int i = 0; i < 16; i++) {
                 // Of rows where neither is kept nothing is read.
                 bool wanted = (first | second) >> (begin + i) & 1;
-                pair[i] = wanted ? __ldcs((const u32*)(from + (half * 32 + begin + i) * cols)) : 0;
+                u32 row = half * 32 + begin + i;
+                pair[i] = wanted ? __ldcs((const u32*)(from + row * stride)) : 0;
             }
 #pragma unroll
             for (int i = 0; i < 16; i++) {
-                if (first >> (begin + i) & 1) codes[staged(rank++)] = pair[i];
-                if (second >> (begin + i) & 1) codes[staged(second_rank++)] = pair[i] >> 16;
+                u32 one = first >> (begin + i) & 1, two = second >> (begin + i) & 1;
+                codes[one ? staged(rank) : SPARE + 2 * lane] = pair[i];
+                codes[two ? staged(second_rank) : SPARE + 2 * lane] = pair[i] >> 16;
+                rank += one;
+                second_rank += two;
             }
         }
     }
@@ -447,34 +462,33 @@ encode(const u16* x, const uint4* words, const uint4* more, const u32* offsets, 
 // The lane's mask words.
 template <int SUPPORT>
 static __device__ __forceinline__ uint4 read_words(
-    const Tile& t, int lane, const u32* mask, const u8* buckets, const u32* bucket_offsets) {
-    uint4 w = make_uint4(0, 0, 0, 0);
-    if (SUPPORT == flat) {
-        w = ((const uint4*)mask)[t.index * (u64)32 + lane];
-    } else if (SUPPORT == full) {
-        u64 ones = t.rows == 64 ? ~0ull : (1ull << t.rows) - 1;
-        w.x = w.z = (u32)ones;
-        w.y = w.w = (u32)(ones >> 32);
-    } else {
-        uint2 both = ((const uint2*)mask)[t.index];
-        u64 groups = (u64)both.y << 32 | both.x;
-        int nonempty = __popcll(groups);
-        const u8* stream = buckets + entry(bucket_offsets, t.index);
-        int g = 2 * lane, before = __popcll(groups & ((1ull << g) - 1));
-        u32 first = 0, second = 0;
-        if (groups >> g & 1) first = stream[before++];
-        if (groups >> g >> 1 & 1) second = stream[before];
-        stream += nonempty + exclusive_scan(__popc(first) + __popc(second), lane);
-        u32 parts[4] = {0, 0, 0, 0};
-        u32 sixteen = first | second << 8;
-#pragma unroll
-        for (int b = 0; b < 16; b++) {
-            if (sixteen >> b & 1)
-                parts[b >> 2] |= (u32)stream[__popc(sixteen & ((1u << b) - 1))] << (8 * (b & 3));
-        }
-        w = make_uint4(parts[0], parts[1], parts[2], parts[3]);
+    const Tile& t, int lane, const u32* mask, const u8* buckets, const u32* bucket_offsets,
+    u8* scratch) {
+    if (SUPPORT == flat) return ((const uint4*)mask)[t.index * (u64)32 + lane];
+    if (SUPPORT == full) {
+        u64 rows = t.rows == 64 ? ~0ull : (1ull << t.rows) - 1;
+        return make_uint4((u32)rows, (u32)(rows >> 32), (u32)rows, (u32)(rows >> 32));
     }
-    return w;
+    i64 begin = entry(bucket_offsets, t.index);
+    u32 bytes = entry(bucket_offsets, t.index + 1) - begin;
+    for (u32 k = lane; k < bytes; k += 32) scratch[k] = buckets[begin + k];
+    uint2 both = ((const uint2*)mask)[t.index];
+    u64 groups = (u64)both.y << 32 | both.x;
+    int g = 2 * lane, before = __popcll(groups & ((1ull << g) - 1));
+    __syncwarp();
+    bool has_first = groups >> g & 1, has_second = groups >> g >> 1 & 1;
+    // What is read where nothing is stored lies in the scratch, and is not used.
+    u32 first = has_first ? scratch[before] : 0;
+    u32 second = has_second ? scratch[before + has_first] : 0;
+    u32 sixteen = first | second << 8, parts[4] = {0, 0, 0, 0};
+    u32 rank = __popcll(groups) + exclusive_scan(__popc(sixteen), lane);
+#pragma unroll
+    for (int b = 0; b < 16; b++) {
+        u32 byte = scratch[rank + __popc(sixteen & ((1u << b) - 1))];
+        parts[b >> 2] |= sixteen >> b & 1 ? byte << (8 * (b & 3)) : 0;
+    }
+    __syncwarp();
+    return make_uint4(parts[0], parts[1], parts[2], parts[3]);
 }
 
 // Patterns of the tile's values, unpacked to shared memory (see `staged`).
@@ -516,6 +530,19 @@ static __device__ __forceinline__ void read_values(
     }
 }
 
+struct Pair {
+    u32 first, second;  // 0 or 1
+    __device__ __forceinline__ u32 masks() const { return (first | second << 16) * 0xffff; }
+};
+
+// The lane's next values of its two columns, zero where the bit is not set. What is read for nothing
+// lies in the array: ranks go to 4096.
+static __device__ __forceinline__ u32 read_pair(
+    const u16* values, u32 rank, u32 second_rank, const Pair& bits) {
+    u32 pair = values[staged(rank)] | values[staged(second_rank)] << 16;
+    return pair & bits.masks();
+}
+
 #define MASK const u32 *mask, const u8 *buckets, const u32 *bucket_offsets
 #define UP_MASK const u32 *up_mask, const u8 *up_buckets, const u32 *up_bucket_offsets
 #define STREAM(name) \
@@ -535,9 +562,10 @@ decode(MASK, UP_MASK, const u32* offsets, STREAM(gate), STREAM(up), u16* out, i6
     int lane = threadIdx.x & 31;
     u16 *gates = storage[0][threadIdx.x >> 5], *ups = storage[GATED ? 1 : 0][threadIdx.x >> 5];
 
-    uint4 w = read_words<SUPPORT>(t, lane, mask, buckets, bucket_offsets);
+    uint4 w = read_words<SUPPORT>(t, lane, mask, buckets, bucket_offsets, (u8*)gates);
     if (TWO_MASKS) {
-        uint4 m = read_words<SUPPORT>(t, lane, up_mask, up_buckets, up_bucket_offsets);
+        uint4 m = read_words<SUPPORT>(
+            t, lane, up_mask, up_buckets, up_bucket_offsets, (u8*)gates);
         w = make_uint4(w.x & m.x, w.y & m.y, w.z & m.z, w.w & m.w);
     }
     u32 mine = count(w);
@@ -551,25 +579,20 @@ decode(MASK, UP_MASK, const u32* offsets, STREAM(gate), STREAM(up), u16* out, i6
     u32 rank = exclusive_scan(mine, lane), second_rank = rank + __popc(w.x) + __popc(w.y);
     __syncwarp();
     u16* to = out + t.base + 2 * lane;
+    u32 stride = cols;  // at most 2**24: offsets in a tile fit in 32 bits
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         u32 first = half ? w.y : w.x, second = half ? w.w : w.z;
 #pragma unroll 16
         for (int i = 0; i < 32; i++) {
-            u32 a = 0, b = 0;
-            if (first >> i & 1) {
-                a = gates[staged(rank)];
-                if (GATED) b = ups[staged(rank)];
-                rank++;
-            }
-            if (second >> i & 1) {
-                a |= gates[staged(second_rank)] << 16;
-                if (GATED) b |= ups[staged(second_rank)] << 16;
-                second_rank++;
-            }
-            int row = half * 32 + i;
+            u32 row = half * 32 + i;
+            Pair bits{first >> i & 1, second >> i & 1};
+            u32 a = read_pair(gates, rank, second_rank, bits), b = 0;
+            if (GATED) b = read_pair(ups, rank, second_rank, bits);
+            rank += bits.first;
+            second_rank += bits.second;
             a = product<MANTISSA, GATED, SQUARED, LATE>(a, b);
-            if (row < t.rows) __stcs((u32*)(to + row * cols), a);
+            if (row < t.rows) __stcs((u32*)(to + row * stride), a);
         }
     }
 }
@@ -584,15 +607,16 @@ __global__ void __launch_bounds__(32 * WARPS)
 gradient(const u16* grad, u16* grad_gate, u16* grad_up, MASK, UP_MASK, const u32* offsets,
          STREAM(gate), STREAM(up), i64 rows, i64 cols, i64 tiles) {
     constexpr bool VALUES = GATED || SQUARED;
-    __shared__ u16 storage[GATED ? 2 : 1][WARPS][VALUES ? STAGE : 1];
+    __shared__ u16 storage[GATED ? 2 : 1][WARPS][VALUES ? STAGE : BUCKET_BYTES / 2 + 1];
     Tile t = locate(tiles, rows, cols);
     if (t.index >= tiles) return;
     int lane = threadIdx.x & 31;
     u16 *gates = storage[0][threadIdx.x >> 5], *ups = storage[GATED ? 1 : 0][threadIdx.x >> 5];
 
-    uint4 w = read_words<SUPPORT>(t, lane, mask, buckets, bucket_offsets), own = w, other = w;
+    uint4 w = read_words<SUPPORT>(t, lane, mask, buckets, bucket_offsets, (u8*)gates), own = w, other = w;
     if (TWO_MASKS) {
-        other = read_words<SUPPORT>(t, lane, up_mask, up_buckets, up_bucket_offsets);
+        other = read_words<SUPPORT>(
+            t, lane, up_mask, up_buckets, up_bucket_offsets, (u8*)gates);
         w = make_uint4(w.x & other.x, w.y & other.y, w.z & other.z, w.w & other.w);
     }
     u32 rank = 0, second_rank = 0;
@@ -610,6 +634,7 @@ gradient(const u16* grad, u16* grad_gate, u16* grad_up, MASK, UP_MASK, const u32
         __syncwarp();
     }
     i64 at = t.base + 2 * lane;
+    u32 stride = cols;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         u32 first = half ? w.y : w.x, second = half ? w.w : w.z;
@@ -620,44 +645,38 @@ gradient(const u16* grad, u16* grad_gate, u16* grad_up, MASK, UP_MASK, const u32
             u32 incoming[16];
 #pragma unroll
             for (int i = 0; i < 16; i++) {
-                int row = half * 32 + begin + i;
+                u32 row = half * 32 + begin + i;
                 // Where no factor is kept only the gradient of `up` depends on the incoming one.
                 bool wanted = NEED_UP ? row < t.rows : (own_first | own_second) >> (begin + i) & 1;
-                incoming[i] = wanted ? __ldcs((const u32*)(grad + at + row * cols)) : 0;
+                incoming[i] = wanted ? __ldcs((const u32*)(grad + at + row * stride)) : 0;
             }
 #pragma unroll
             for (int i = 0; i < 16; i++) {
-                int row = half * 32 + begin + i, n = begin + i;
-                u32 a = 0, b = 0;
-                u32 kept = ((first >> n & 1) | (second >> n & 1) << 16) * 0xffff;
+                u32 row = half * 32 + begin + i, n = begin + i;
+                Pair bits{first >> n & 1, second >> n & 1};
+                u32 a = 0, b = 0, kept = bits.masks();
                 if (VALUES) {
-                    if (first >> n & 1) {
-                        a = gates[staged(rank)];
-                        if (GATED) b = ups[staged(rank)];
-                        rank++;
-                    }
-                    if (second >> n & 1) {
-                        a |= gates[staged(second_rank)] << 16;
-                        if (GATED) b |= ups[staged(second_rank)] << 16;
-                        second_rank++;
-                    }
+                    a = read_pair(gates, rank, second_rank, bits);
+                    if (GATED) b = read_pair(ups, rank, second_rank, bits);
+                    rank += bits.first;
+                    second_rank += bits.second;
                 }
                 // What is not kept has factors of zero, which are multiplied by, as eager does: the
                 // product may be -0.0 or NaN. Only where relu's derivative is 0 eager selects 0.
                 u32 fires = VALUES ? nonzero(a) * 0xffff : kept, up_fires = ~0u;
                 if (TWO_MASKS) {
                     // Where both masks are set the values decide; elsewhere the masks do.
-                    u32 bits = ((own_first >> n & 1) | (own_second >> n & 1) << 16) * 0xffff;
-                    fires = (fires & kept) | (bits & ~kept);
-                    bits = ((other_first >> n & 1) | (other_second >> n & 1) << 16) * 0xffff;
-                    up_fires = (nonzero(b) * 0xffff & kept) | (bits & ~kept);
+                    Pair mine{own_first >> n & 1, own_second >> n & 1};
+                    Pair theirs{other_first >> n & 1, other_second >> n & 1};
+                    fires = (fires & kept) | (mine.masks() & ~kept);
+                    up_fires = (nonzero(b) * 0xffff & kept) | (theirs.masks() & ~kept);
                 }
                 float2 x = to_float<MANTISSA>(incoming[i]), g = to_float<MANTISSA>(a);
                 if (NEED_UP) {
                     float2 factor = g;
                     if (SQUARED) factor = multiply<MANTISSA, LATE>(g, g);
                     u32 result = from_float<MANTISSA>(make_float2(x.x * factor.x, x.y * factor.y));
-                    if (row < t.rows) __stcs((u32*)(grad_up + at + row * cols), result & up_fires);
+                    if (row < t.rows) __stcs((u32*)(grad_up + at + row * stride), result & up_fires);
                 }
                 if (NEED_GATE) {
                     u32 result = incoming[i];
@@ -674,7 +693,7 @@ gradient(const u16* grad, u16* grad_gate, u16* grad_up, MASK, UP_MASK, const u32
                         }
                         result = from_float<MANTISSA>(x);
                     }
-                    if (row < t.rows) __stcs((u32*)(grad_gate + at + row * cols), result & fires);
+                    if (row < t.rows) __stcs((u32*)(grad_gate + at + row * stride), result & fires);
                 }
             }
         }

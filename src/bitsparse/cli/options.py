@@ -11,6 +11,7 @@ import torch
 import typer
 
 from bitsparse.activations import ACTIVATIONS
+from bitsparse.codings import POLICIES
 from bitsparse.ops.feed_forward import MEMORY_MODES
 from bitsparse.training.model import PRESETS, ModelConfig, Preset, get_preset
 from bitsparse.training.step import DTYPES
@@ -33,6 +34,12 @@ PresetOption = Annotated[
 ActivationOption = Annotated[str, typer.Option(help=_one_of(ACTIVATIONS), rich_help_panel=MODEL)]
 MemoryOption = Annotated[
     str, typer.Option(help="What feed-forward blocks keep. " + _one_of(MEMORY_MODES))
+]
+CodecOption = Annotated[
+    str,
+    typer.Option(
+        help="How compressed blocks code what they keep: speed against size. " + _one_of(POLICIES)
+    ),
 ]
 LayersOption = Annotated[int | None, typer.Option(help="Layers.", rich_help_panel=MODEL)]
 DModelOption = Annotated[int | None, typer.Option(help="Model width.", rich_help_panel=MODEL)]

@@ -22,6 +22,7 @@ def train(
     preset: o.PresetOption = None,
     activation: o.ActivationOption = "relu2",
     memory: o.MemoryOption = "compressed",
+    codec: o.CodecOption = "balanced",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 200,
     batch_size: o.BatchOption = None,
     grad_accum: Annotated[int, typer.Option(help="Batches a step.")] = 1,
@@ -54,7 +55,7 @@ def train(
         typer.Option(
             "--resume",
             help="Continue from the checkpoint, if there is one. Model, data, --steps and all that "
-            "the losses depend on must be the same; --memory may differ.",
+            "the losses depend on must be the same; --memory and --codec may differ.",
         ),
     ] = False,
     tensorboard: Annotated[
@@ -72,6 +73,7 @@ def train(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         memory=memory,
+        codec=codec,
         dtype=o.choose_dtype(dtype, chosen_device),
         device=str(chosen_device),
         seed=seed,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import bitsparse
+from bitsparse.codings import POLICIES
 from bitsparse.ops.feed_forward import MEMORY_MODES
 from bitsparse.training.accounting import SavedBytes, count_saved, step_peak
 from bitsparse.training.data import load_corpus
@@ -60,6 +61,8 @@ class CompareConfig:
     vocab_size: int | None = None
     output_dir: Path | None = None
     """Made once the rest is known to be usable."""
+    codec: str = "balanced"
+    """Of the compressed mode."""
     dtype: str = "float32"
     device: str | None = None
     seed: int = 0
@@ -76,6 +79,7 @@ class CompareConfig:
     def check(self) -> None:
         """Raise UserError for a value that is not allowed."""
         self.model.check()
+        check_choice("--codec", self.codec, POLICIES)
         check_choice("--dtype", self.dtype, DTYPES)
         if not self.modes:
             raise UserError(f"--modes: got none, allowed: {', '.join(ORDER)}")
@@ -272,7 +276,7 @@ def _dropping_out_of_memory(result: ModeResult, trainees: dict[str, Trainee]) ->
 
 
 def _make(config: CompareConfig, model: ModelConfig, mode: str, device: torch.device) -> Trainee:
-    built = build_model(model, mode, config.seed, device)
+    built = build_model(model, mode, config.seed, device, config.codec)
     return make_trainee(built, config.dtype, config.lr, weight_decay=0.1, grad_clip=1.0)
 
 

@@ -104,13 +104,17 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Block(nn.Module):
     """Attention, then feed-forward, each on a normalized input and added to the stream."""
 
-    def __init__(self, config: ModelConfig, memory: str) -> None:
+    def __init__(self, config: ModelConfig, memory: str, codec: str) -> None:
         super().__init__()
         self.norm_attn = nn.RMSNorm(config.d_model, eps=1e-6)
         self.attn = Attention(config)
         self.norm_ffn = nn.RMSNorm(config.d_model, eps=1e-6)
         self.ffn = FeedForward(
-            config.d_model, config.hidden, activation=config.activation, memory=memory
+            config.d_model,
+            config.hidden,
+            activation=config.activation,
+            memory=memory,
+            codec=codec,
         )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -130,12 +134,14 @@ class Transformer(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig, memory: str = "compressed") -> None:
+    def __init__(
+        self, config: ModelConfig, memory: str = "compressed", codec: str = "balanced"
+    ) -> None:
         super().__init__()
         config.check()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
-        self.blocks = nn.ModuleList(Block(config, memory) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, memory, codec) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.d_model, eps=1e-6)
         self.head = (
             None if config.tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -176,11 +182,13 @@ class Transformer(nn.Module):
         return [block.ffn for block in self.blocks]  # type: ignore[misc]
 
 
-def build_model(config: ModelConfig, memory: str, seed: int, device: torch.device) -> Transformer:
+def build_model(
+    config: ModelConfig, memory: str, seed: int, device: torch.device, codec: str = "balanced"
+) -> Transformer:
     """A model whose weights depend on ``config`` and ``seed`` only, not on the device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Transformer(config, memory)
+        model = Transformer(config, memory, codec)
     return model.to(device)
 
 

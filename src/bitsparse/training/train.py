@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bitsparse.codings import POLICIES
 from bitsparse.ops.feed_forward import MEMORY_MODES
 from bitsparse.training import checkpoint
 from bitsparse.training.data import Corpus, Split, load_corpus
@@ -48,6 +49,7 @@ class TrainConfig:
     tokenizer: Path | None = None
     vocab_size: int | None = None
     memory: str = "compressed"
+    codec: str = "balanced"
     dtype: str = "float32"
     device: str | None = None
     seed: int = 0
@@ -71,6 +73,7 @@ class TrainConfig:
         """Raise UserError for a value that is not allowed."""
         self.model.check()
         check_choice("--memory", self.memory, MEMORY_MODES)
+        check_choice("--codec", self.codec, POLICIES)
         check_choice("--dtype", self.dtype, DTYPES)
         for name in ("steps", "batch_size", "grad_accum", "checkpoint_every", "eval_every"):
             check_at_least("--" + name.replace("_", "-"), getattr(self, name), 1)
@@ -81,7 +84,7 @@ class TrainConfig:
         check_at_least("--eval-fraction", self.eval_fraction, 0, 0.9)
 
     def fixed(self, model: ModelConfig, corpus: Corpus) -> dict[str, Any]:
-        """What a resumed run must share. The memory mode may differ: losses are the same."""
+        """What a resumed run must share. Memory mode and codec may differ: losses are the same."""
         names = (
             *("dtype", "seed", "steps", "batch_size", "grad_accum", "lr", "warmup"),
             *("weight_decay", "grad_clip", "eval_fraction"),
@@ -144,7 +147,7 @@ def train(config: TrainConfig, on_step: Callable[[Progress], None] | None = None
         content = checkpoint.load(path)
         checkpoint.check_config(path, content, fixed)
 
-    model = build_model(model_config, config.memory, config.seed, device)
+    model = build_model(model_config, config.memory, config.seed, device, config.codec)
     trainee = make_trainee(model, config.dtype, config.lr, config.weight_decay, config.grad_clip)
     start = 0
     if content is not None:

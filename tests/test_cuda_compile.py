@@ -1,0 +1,60 @@
+"""Every kernel in CUDA C++ compiles for every supported GPU, on a machine without one."""
+
+import itertools
+
+import pytest
+
+from bitsparse import codings, dtypes
+from bitsparse.activations import ACTIVATIONS
+from bitsparse.dtypes import COMPUTE_DTYPES
+
+pytest.importorskip("cuda.core", reason="needs cuda-core")
+
+from bitsparse.backends.cuda import compile_kernel
+
+CAPABILITIES = [(8, 0), (9, 0), (10, 0), (12, 0)]
+
+
+def names() -> list[str]:
+    """Template instances: every value of every argument, every activation with every dtype."""
+    sixteen = [d for d in COMPUTE_DTYPES if d.itemsize == 2]
+    flags = ("false", "true")
+    found = ["bucket"]
+    supports = itertools.cycle(codings.SUPPORTS)
+    values = [codings.value_coding(name) for name in codings.VALUES]
+    pairs = itertools.cycle(itertools.product(values, reversed(values)))
+    for dtype in sixteen:
+        m = dtypes.mantissa_bits(dtype)
+        found += [f"survey<{flag}, {m}>" for flag in flags]
+        fitting = [v for v in values if v.field < dtypes.exponent_bits(dtype)]
+        for v, flag in itertools.product(fitting, flags):
+            found.append(f"encode<{v.width(dtype)}, {v.field}, {m}, {flag}>")
+        for v in fitting:
+            one = f"{v.width(dtype)}, {v.field}"
+            found.append(f"decode<{next(supports)}, {m}, {one}, {one}, false, false, false, false>")
+        for a in ACTIVATIONS.values():
+            gated, squared, two = (flags[f] for f in (a.gated, a.squared, a.relu_up))
+            # Rounding late makes a difference for products of three factors.
+            for late in flags if a.gated and a.squared else flags[:1]:
+                statistics = flags[late == "false"]
+                found.append(f"activate<{m}, {gated}, {squared}, {two}, {late}, {statistics}>")
+                gate, up = next(pairs)
+                coding = f"{next(supports)}, {m}, {gate.width(dtype)}, {gate.field}, "
+                coding += f"{up.width(dtype)}, {up.field}, {gated}, {squared}, {two}, {late}"
+                found.append(f"decode<{coding}>")
+                need_up = flags[a.gated]
+                found.append(f"gradient<{coding}, true, {need_up}>")
+                if a.gated:
+                    found.append(f"gradient<{coding}, false, true>")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: "sm_{}{}".format(*c))
+def test_kernels_compile(capability):
+    every = names()
+    # All of them for one, for the others some of each kernel: the source is the same.
+    some = every if capability == (9, 0) else [every[0], *every[1::6]]
+    assert {n.split("<")[0] for n in some} == {n.split("<")[0] for n in every}
+    for name in some:
+        assert len(compile_kernel(name, capability).code) > 0, name
