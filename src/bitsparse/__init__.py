@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import bitsparse.nn as nn
+    from bitsparse.io import TensorFile, TensorInfo, load, save
     from bitsparse.memory import memory_stats, release_workspace
     from bitsparse.ops.feed_forward import ffn
     from bitsparse.tensor import BitSparseTensor, compress, decompress
@@ -16,22 +17,30 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "BitSparseTensor": "bitsparse.tensor",
+    "TensorFile": "bitsparse.io",
+    "TensorInfo": "bitsparse.io",
     "compress": "bitsparse.tensor",
     "decompress": "bitsparse.tensor",
     "ffn": "bitsparse.ops.feed_forward",
+    "load": "bitsparse.io",
     "memory_stats": "bitsparse.memory",
     "release_workspace": "bitsparse.memory",
+    "save": "bitsparse.io",
 }
 
 __all__ = [
     "BitSparseTensor",
+    "TensorFile",
+    "TensorInfo",
     "__version__",
     "compress",
     "decompress",
     "ffn",
+    "load",
     "memory_stats",
     "nn",
     "release_workspace",
+    "save",
 ]
 
 

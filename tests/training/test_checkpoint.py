@@ -56,7 +56,7 @@ def test_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch, where):
     if where == "write":
         monkeypatch.setattr(torch, "save", full)
     else:
-        monkeypatch.setattr(f"bitsparse.training.files.os.{where}", full)
+        monkeypatch.setattr(f"bitsparse.files.os.{where}", full)
     with pytest.raises(UserError, match="no space left"):
         save(path, trainee, step=2)
     assert path.read_bytes() == before

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 import bitsparse
+from bitsparse.cli.bench import bench
 from bitsparse.cli.compare import compare
 from bitsparse.cli.train import train
 from bitsparse.training.errors import UserError, is_out_of_memory
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 for command in COMMANDS:
     app.command()(command)
+app.add_typer(bench, name="bench")
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,12 +1,12 @@
-"""Files that are either the old ones or the new ones, whatever happens in between."""
+"""Output files, whose failures are shown as a line."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from bitsparse.files import replacing
 from bitsparse.training.errors import UserError, os_error
 
 
@@ -19,16 +19,10 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     Raises:
         UserError: the file cannot be written (the disk is full, say); ``path`` is untouched then.
     """
-    temp = path.with_name(path.name + ".tmp")
     try:
-        with open(temp, "wb") as file:
+        with replacing(path, path.name + ".tmp") as temp, open(temp, "wb") as file:
             write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temp, path)
-        _sync_folder(path.parent)
     except BaseException as error:
-        temp.unlink(missing_ok=True)
         # torch.save turns an OSError of the file into a RuntimeError.
         cause = _os_cause(error)
         if cause is not None:
@@ -46,17 +40,6 @@ def _os_cause(error: BaseException | None) -> BaseException | None:
     if isinstance(error, RuntimeError) and "StreamWriter" in str(error):
         return error
     return None
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in ``folder`` durable, where the system can."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def make_output_dir(path: Path) -> None:

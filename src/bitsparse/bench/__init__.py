@@ -1,0 +1,1 @@
+"""Benchmarks: measurements that the commands run and write as results."""
