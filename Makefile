@@ -4,7 +4,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n auto --dist worksteal
 COMPARE_ARGS ?=
 
 BIN := $(VENV)/bin

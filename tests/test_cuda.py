@@ -156,3 +156,19 @@ def test_graph_capture_is_refused_before_anything_breaks(activation):
     torch.cuda.synchronize()
     m(x).sum().backward()
     torch.cuda.synchronize()
+
+
+def test_buffers_at_odd_addresses():
+    """Parts that someone else made may be views that start anywhere."""
+    x = torch.where(torch.rand(256, 128, device="cuda") < 0.1, 1.5, 0).to(torch.bfloat16)
+    for support in ("flat", "bucketed"):
+        c = bitsparse.compress(x, support, "exponent")
+        shifted = {}
+        for name, buffer in c.buffers.items():
+            wide = buffer.new_zeros(buffer.numel() + 1)
+            wide[1:] = buffer
+            shifted[name] = wide[1:]
+        other = bitsparse.BitSparseTensor.from_buffers(
+            c.shape, c.dtype, c.nnz, c.support, c.values, shifted
+        )
+        assert torch.equal(other.to_dense(), x)

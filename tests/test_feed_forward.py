@@ -89,15 +89,19 @@ def assert_identical(activation, tensors, **kwargs):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_bits(backend_device, activation, dtype, bias):
+def test_bits(backend_device, interpreted, activation, dtype, bias):
     shapes = (((64, 32), 96), ((3, 37, 16), 129), ((2, 3, 5, 8), 40), ((2, 8), 8), ((120, 8), 128))
+    if interpreted:
+        if not bias:
+            pytest.skip("slow in the interpreter, and what differs is not in the kernels")
+        shapes = shapes[1:3]
     for shape, d_ff in shapes:
         assert_identical(activation, inputs(activation, shape, d_ff, dtype, backend_device, bias))
 
 
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_special_values_in_the_pre_activations(backend_device, activation, dtype):
+def test_special_values_in_the_pre_activations(backend_device, interpreted, activation, dtype):
     """NaN, infinities, signed zeros and subnormals in gate, up and the gradient, all pairs.
 
     Identity weights carry each special value into one pre-activation and no other.
@@ -107,7 +111,7 @@ def test_special_values_in_the_pre_activations(backend_device, activation, dtype
     pairs = torch.tensor([*pairs, *pairs[: -len(pairs) % 64]])
     n = len(pairs)
     size = n if not ACTIVATIONS[activation].gated else 2 * n
-    for value in (1.0, -1.0, float("nan"), float("inf")):
+    for value in (-1.0, float("nan")) if interpreted else (1.0, -1.0, float("nan"), float("inf")):
         x = torch.zeros(64, size)
         x[1, :n] = pairs[:, 0]
         x[2, :n] = 1.0
@@ -246,6 +250,8 @@ def test_every_coding(backend_device, interpreted, monkeypatch, activation, supp
         found = tuple(codings.value_coding(name) for name in wanted)
         return codings.Choice(codings.support_coding(support), found, 0)
 
+    if interpreted and values in ("unsigned", "exponent4", "signed_exponent4"):
+        pytest.skip("slow in the interpreter, and as their siblings but for the width")
     shape, d_ff = ((64, 24), 80) if interpreted else ((250, 24), 192)
     for dtype in COMPUTE_DTYPES[1:] if interpreted else COMPUTE_DTYPES:
         t = inputs(activation, shape, d_ff, dtype, backend_device)

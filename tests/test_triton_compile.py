@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
+FIRST = "sm_90"
 TARGETS = {
+    FIRST: ("cuda", 90, 32),
     "sm_80": ("cuda", 80, 32),
-    "sm_90": ("cuda", 90, 32),
     "sm_100": ("cuda", 100, 32),
     "gfx942": ("hip", "gfx942", 64),
 }
@@ -252,7 +253,10 @@ def main(target_name: str) -> None:
     target = GPUTarget(*TARGETS[target_name])
     for name, kernel in kernels.items():
         count = 0
-        for types, constants in cases[name]:
+        # All of them for one target, for the others every third: most differ in ways that the
+        # compiler's front end sees, which is the same for all.
+        some = cases[name] if target_name == FIRST else list(cases[name])[::3]
+        for types, constants in some:
             _compile(kernel, types, constants, target)
             count += 1
         assert count, f"{name}: no cases"

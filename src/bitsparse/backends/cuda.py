@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bitsparse import dtypes, layout
 from bitsparse.activations import Activation
-from bitsparse.backends.base import ESCAPES, Kept, Survey
+from bitsparse.backends.base import ESCAPES, Kept, Support, Survey
 from bitsparse.backends.triton import (
     TritonBackend,
     allocate_survey,
@@ -66,7 +66,7 @@ class CudaBackend(TritonBackend):
     ) -> tuple[Tensor, Survey]:
         dtype = gate.dtype
         both = [t for t in (gate, up) if t is not None]
-        if not all(_applies(geometry, dtype, t) for t in both):
+        if not _applies(geometry, dtype, *both):
             return super().activate(geometry, activation, gate, up, fp32_math, statistics)
         survey, counts = allocate_survey(
             geometry, dtype, gate.device, len(both), 1 + activation.relu_up, statistics
@@ -152,7 +152,7 @@ class CudaBackend(TritonBackend):
         # ms against 1.1 ms; 0.2: 0.58 against 0.60; 0.05: 0.55 against 0.41).
         simple = not (gated or squared) and kept.gate is not None and not kept.gate.coding.field
         crowded = simple and kept.support.nnz > kept.support.geometry.numel // 4
-        if crowded or not _applies(kept.support.geometry, kept.dtype, out):
+        if crowded or not _applies(kept.support.geometry, kept.dtype, out, *_words(kept.support)):
             super()._scatter(kept, out, kind, gated, squared, late)
             return
         two = kept.support.up_mask is not None
@@ -175,7 +175,8 @@ class CudaBackend(TritonBackend):
     ) -> tuple[Tensor | None, Tensor | None]:
         need_up = need_up and activation.gated
         support = kept.support
-        if not (need_gate or need_up) or not _applies(support.geometry, kept.dtype, grad_hidden):
+        applies = _applies(support.geometry, kept.dtype, grad_hidden, *_words(support))
+        if not applies or not (need_gate or need_up):
             return super().gradient(activation, kept, grad_hidden, fp32_math, need_gate, need_up)
         # Each element is read before it is overwritten, by the same lane.
         grad_gate = grad_hidden if need_gate else None
@@ -224,13 +225,19 @@ def _pointers(kept: Kept) -> list[Tensor | None]:
     return found
 
 
-def _applies(geometry: Geometry, dtype: torch.dtype, tensor: Tensor) -> bool:
+def _words(support: Support) -> list[Tensor]:
+    masks = [support.mask, support.up_mask]
+    return [m.words for m in masks if m is not None and m.words is not None]
+
+
+def _applies(geometry: Geometry, dtype: torch.dtype, *tensors: Tensor) -> bool:
+    """Whether the kernels can be used: they read and write ``tensors`` 16 bytes at a time."""
     return (
         dtype.itemsize == 2
         and geometry.height == layout.GROUP
         and geometry.cols % layout.GROUP == 0
-        and tensor.data_ptr() % 16 == 0
-        and _works(tensor.device.index or 0)
+        and all(t.data_ptr() % 16 == 0 for t in tensors)
+        and _works(tensors[0].device.index or 0)
     )
 
 
