@@ -50,6 +50,7 @@ def names() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: "sm_{}{}".format(*c))
 def test_kernels_compile(capability):
     every = names()

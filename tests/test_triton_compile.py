@@ -27,6 +27,7 @@ TARGETS = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile(target: str, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="needs Triton")
