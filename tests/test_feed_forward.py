@@ -637,3 +637,76 @@ def test_a_forked_process_can_go_on():
             pytest.fail("the child hangs")
         time.sleep(0.05)
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_weights_of_any_strides_at_small_sizes(device, bias):
+    """PyTorch chooses the product for the weight's gradient by the weight's strides."""
+    g = torch.Generator().manual_seed(0)
+    for d_ff, d_out, tokens in ((65, 5, 50), (65, 5, 256), (33, 7, 99)):
+        x = torch.randn(tokens, d_out, generator=g).to(device)
+        base = torch.randn(2 * d_ff, 2 * d_ff, generator=g).to(device).requires_grad_()
+        b = torch.randn(d_out, generator=g).to(device) if bias else None
+        views = [
+            lambda w: w[:d_ff, :d_out].t(),  # noqa: B023
+            lambda w: w[:d_out, : 2 * d_ff : 2],  # noqa: B023
+            lambda w: w[: 2 * d_out : 2, :d_ff],  # noqa: B023
+            lambda w: w[:d_out, :d_ff].contiguous(),  # noqa: B023
+        ]
+        for view in views:
+            grads = []
+            for memory in ("dense", "compressed"):
+                y = bitsparse.ffn(x, base[:d_ff, :d_out], view(base), b_down=b, memory=memory)
+                grads.append(torch.autograd.grad(y.square().sum(), base)[0])
+            assert_same_values(grads[1], grads[0])
+
+
+def test_bias_gradient_from_a_strided_gradient(device):
+    for shape in ((64, 16), (8, 8, 16), (8, 4, 4, 16), (2, 2, 4, 8, 16)):
+        grads = []
+        for memory in ("dense", "compressed"):
+            t = inputs("relu", shape, 32, torch.float32, device, bias=True, seed=1)
+            y = bitsparse.ffn(**t, memory=memory)
+            grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(device)
+            y.backward(grad.transpose(0, -1).contiguous().transpose(0, -1))
+            grads.append({name: tensor.grad for name, tensor in t.items()})
+        for name, e in grads[0].items():
+            assert_same_values(grads[1][name], e, f"{shape} {name}")
+
+
+def test_default_device_does_not_matter():
+    m, dense = modules("reglu", torch.device("cpu"))
+    x = torch.randn(200, 24)
+    hidden = torch.relu(x)
+    with torch.device("meta"):
+        m(x).sum().backward()
+        for codec in codings.POLICIES:
+            assert torch.equal(bitsparse.compress(hidden, codec=codec).to_dense(), hidden)
+        full = bitsparse.compress(x, "full", "exponent")
+        assert torch.equal(full.to_dense(), x)
+        assert torch.equal(pickle.loads(pickle.dumps(full)).to_dense(), x)
+    dense(x).sum().backward()
+    assert_same_parameters_grads(m, dense)
+
+
+def test_patched_and_globally_hooked_children_are_called():
+    m, _ = modules("relu2", torch.device("cpu"), bias=False)
+    x = torch.randn(50, 24)
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: out * 0 if module is m.up else None
+    )
+    try:
+        assert not m(x).any()
+    finally:
+        handle.remove()
+    assert m(x).any()
+    forward = m.up.forward
+    m.up.forward = lambda z: forward(z) * 0
+    assert not m(x).any()
+
+
+def test_only_devices_are_moved_to():
+    c = bitsparse.compress(torch.relu(torch.randn(64, 64)))
+    for wrong in (torch.float16, None, 3):
+        with pytest.raises(TypeError, match="device: got"):
+            c.to(wrong)

@@ -83,7 +83,7 @@ def geometry(shape: Sequence[int]) -> Geometry:
     """The geometry of a contiguous tensor of this shape.
 
     Blocks of 64 rows where whole blocks take at most a quarter more rows than there are (any
-    number from 256 on), else row-major order.
+    number from 205 on), else row-major order.
     """
     cols = shape[-1] if len(shape) else 1
     rows = math.prod(shape[:-1]) if len(shape) else 1

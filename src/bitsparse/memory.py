@@ -44,7 +44,9 @@ def pinned_scratch(like: Tensor, stream: int) -> Tensor:
     key = (tuple(like.shape), str(like.device), stream, threading.get_ident())
     buffer = _scratch.get(key)
     if buffer is None:
-        buffer = _scratch[key] = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+        buffer = _scratch[key] = torch.empty(
+            like.shape, dtype=like.dtype, device="cpu", pin_memory=True
+        )
     return buffer
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from bitsparse import codings
 from bitsparse.activations import get_activation
@@ -98,7 +99,9 @@ class FeedForward(nn.Module):
 def _is_plain(module: nn.Module) -> bool:
     """Whether calling ``module`` is nothing but ``F.linear`` with its weight and bias."""
     return type(module) is nn.Linear and not (
-        module._forward_hooks
+        "forward" in module.__dict__
+        or _has_any_global_hook()
+        or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks

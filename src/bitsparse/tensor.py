@@ -115,7 +115,13 @@ class BitSparseTensor:
         return dtypes.from_patterns(patterns, self.dtype, self.shape)
 
     def to(self, device: torch.device | str) -> BitSparseTensor:
-        """A copy on ``device``, or the tensor itself if it is there already."""
+        """A copy on ``device``, or the tensor itself if it is there already.
+
+        Raises:
+            TypeError: ``device`` is something else, a dtype for instance.
+        """
+        if not isinstance(device, (str, torch.device)):
+            raise TypeError(f"device: got {device!r}, allowed: str, torch.device")
         buffers = {name: b.to(device) for name, b in self._buffers.items()}
         if all(buffers[name] is b for name, b in self._buffers.items()):
             return self

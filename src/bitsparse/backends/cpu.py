@@ -112,8 +112,8 @@ class CpuBackend:
             tiles = survey.geometry.tiles
             mask = Mask(
                 coding,
-                torch.empty(2 * tiles, dtype=torch.int32),
-                torch.empty(size, dtype=torch.uint8),
+                torch.empty(2 * tiles, dtype=torch.int32, device="cpu"),
+                torch.empty(size, dtype=torch.uint8, device="cpu"),
                 survey.table(row),
             )
             assert mask.words is not None and mask.buckets is not None
@@ -152,10 +152,10 @@ class CpuBackend:
             assert survey.exponents is not None
             exponents = survey.exponents[stream].clone()
             size = counts.streams[stream].escapes[coding.field]
-            escapes = torch.empty(size, dtype=torch.uint8)
+            escapes = torch.empty(size, dtype=torch.uint8, device="cpu")
             row = ESCAPES + stream * len(FIELDS) + FIELDS.index(coding.field)
             escape_offsets = survey.table(row)
-        codes = torch.empty(nnz, dtype=dtypes.pattern_dtype(dtype))
+        codes = torch.empty(nnz, dtype=dtypes.pattern_dtype(dtype), device="cpu")
         flat = _np(survey.words)
         _over_tiles(
             _kernels(support_coding("flat"), dtype).gather,
@@ -173,14 +173,14 @@ class CpuBackend:
         )
         width = coding.width(dtype)
         if width < dtypes.bit_width(dtype):
-            packed = torch.empty(layout.packed_words(nnz, width), dtype=torch.int32)
+            packed = torch.empty(layout.packed_words(nnz, width), dtype=torch.int32, device="cpu")
             # 32 codes fill whole words, so blocks of 32 codes can be packed independently.
             _in_parallel(_pack, layout.ceil_div(nnz, 32), _np(codes), width, _np(packed))
             codes = packed
         return Stream(coding, codes, exponents, escapes, escape_offsets)
 
     def scatter(self, support: Support, stream: Stream, dtype: torch.dtype) -> Tensor:
-        out = torch.empty(support.geometry.numel, dtype=dtypes.pattern_dtype(dtype))
+        out = torch.empty(support.geometry.numel, dtype=dtypes.pattern_dtype(dtype), device="cpu")
         starts = _starts(support.offsets, support.geometry.tiles)
         self._scatter(support, starts, _decode(support, stream, dtype, starts), dtype, out)
         return out
@@ -288,7 +288,11 @@ def _in_parallel(kernel: Callable[..., None], blocks: int, *args: Any) -> None:
         # layers this is safe when autograd calls from several threads at once.
         if _pool is None:
             _pool = ThreadPoolExecutor(max_workers=os.cpu_count() or 1)
-        futures = [_pool.submit(kernel, bounds[t], bounds[t + 1], *args) for t in range(1, threads)]
+        for t in range(1, threads):
+            try:
+                futures.append(_pool.submit(kernel, bounds[t], bounds[t + 1], *args))
+            except RuntimeError:  # the interpreter is shutting down and starts no threads
+                kernel(bounds[t], bounds[t + 1], *args)
     kernel(bounds[0], bounds[1], *args)
     for future in futures:
         future.result()
@@ -336,16 +340,18 @@ def _allocate_survey(
     geometry: Geometry, dtype: torch.dtype, streams: int, masks: int, statistics: bool
 ) -> tuple[Survey, Any, Any]:
     """A survey to be filled in, the counts ``[rows, tiles]`` and the signs ``[tiles, 2]``."""
-    rows, empty = count_rows(streams, masks, statistics), torch.empty(0)
+    rows, empty = count_rows(streams, masks, statistics), torch.empty(0, device="cpu")
     survey = Survey(
         geometry,
         dtype,
         streams,
-        torch.empty(geometry.mask_words, dtype=torch.int32),
-        torch.empty(geometry.mask_words, dtype=torch.int32) if masks == 2 else None,
+        torch.empty(geometry.mask_words, dtype=torch.int32, device="cpu"),
+        torch.empty(geometry.mask_words, dtype=torch.int32, device="cpu") if masks == 2 else None,
         empty,
         empty,
-        torch.zeros(streams, geometry.tiles, dtype=torch.uint8) if statistics else None,
+        torch.zeros(streams, geometry.tiles, dtype=torch.uint8, device="cpu")
+        if statistics
+        else None,
     )
     counts = np.zeros((rows, geometry.tiles), np.int64)
     return survey, counts, np.zeros((geometry.tiles, 2), np.bool_)

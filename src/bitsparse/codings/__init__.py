@@ -31,7 +31,7 @@ _VALUE_FILES = {
 VALUES = tuple(_VALUE_FILES)
 
 FAMILIES = {"exponent": tuple(name for name in VALUES if "exponent" in name)}
-"""Names that stand for the smallest of several value codings."""
+"""Names that stand for one of several value codings, as the policy prefers."""
 
 POLICIES = ("fast", "balanced", "small")
 

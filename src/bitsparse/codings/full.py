@@ -30,7 +30,9 @@ class FullSupport:
         return Mask(self)
 
     def decode(self, mask: Mask, geometry: Geometry) -> Tensor:
-        return words.pack(slots.from_elements(torch.ones(geometry.numel), geometry) != 0)
+        return words.pack(
+            slots.from_elements(torch.ones(geometry.numel, device="cpu"), geometry) != 0
+        )
 
     def check(self, mask: Mask, geometry: Geometry, step: int) -> Iterator[Tensor]:
         for first in range(0, geometry.tiles, step):
@@ -47,7 +49,7 @@ class FullSupport:
 
 def inside(geometry: Geometry, first: int, last: int) -> Tensor:
     """Words of the tiles ``[first, last)``: the slots that lie inside the tensor."""
-    word = torch.arange(first * TILE // 32, last * TILE // 32)
+    word = torch.arange(first * TILE // 32, last * TILE // 32, device="cpu")
     left = geometry.numel - 32 * word  # elements, or rows of the word's column
     if geometry.height > 1:
         left = geometry.rows - word // (2 * geometry.cols) * GROUP - word % 2 * 32

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -217,6 +218,8 @@ class _Meta(NamedTuple):
     gate: ValueCoding | None
     up: ValueCoding | None
     d_ff: int
+    row_major: bool
+    """Whether ``w_down`` is, as PyTorch asks before it chooses a product for its gradient."""
 
 
 _MASK_TENSORS = 3
@@ -328,6 +331,7 @@ class _ActivationDown(torch.autograd.Function):
             None if kept.gate is None else kept.gate.coding,
             None if kept.up is None else kept.up.coding,
             gate.shape[-1],
+            w_down.stride() == (w_down.shape[1], 1),
         )
         return out
 
@@ -343,10 +347,10 @@ class _ActivationDown(torch.autograd.Function):
     def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         need_gate, need_up, need_weight, need_bias, *_ = ctx.needs_input_grad
         grad_gate = grad_up = grad_weight = grad_bias = None
-        # `linear` flattens up to 3 dimensions before it adds the bias, and not beyond.
         grad_2d = grad_out.reshape(-1, grad_out.shape[-1])
         if need_bias:
-            flat = grad_2d if grad_out.dim() <= 3 else grad_out
+            flattened = grad_out.dim() <= 3 or _linear_flattens(grad_out.device.type)
+            flat = grad_2d if flattened else grad_out
             grad_bias = flat.sum_to_size(ctx.bias_shape)
         meta: _Meta | None = ctx.meta
         if meta is not None:
@@ -359,7 +363,11 @@ class _ActivationDown(torch.autograd.Function):
             rows = buffer.view(-1, meta.d_ff)
             if need_weight:
                 backend.hidden(meta.activation, kept, meta.fp32_math, out=buffer)
-                grad_weight = grad_2d.t().mm(rows)
+                # The product and its order decide the bits: as PyTorch chooses by the strides.
+                if meta.row_major:
+                    grad_weight = grad_2d.t().mm(rows)
+                else:
+                    grad_weight = rows.t().mm(grad_2d).t()
             if need_gate or need_up:
                 torch.mm(grad_2d, w_down, out=rows)
                 grad_gate, grad_up = backend.gradient(
@@ -369,6 +377,17 @@ class _ActivationDown(torch.autograd.Function):
                 grad_gate = None if grad_gate is None else grad_gate.view(shape)
                 grad_up = None if grad_up is None else grad_up.view(shape)
         return grad_gate, grad_up, grad_weight, grad_bias
+
+
+@cache
+def _linear_flattens(device_type: str) -> bool:
+    """Whether ``linear`` flattens more than three dimensions before it adds the bias.
+
+    Versions of PyTorch differ, and with it the order in which the bias's gradient is summed.
+    """
+    with torch.enable_grad(), torch.autocast(device_type, enabled=False):
+        x, w, b = (torch.ones(s, device=device_type) for s in ((2, 2, 2, 2), (2, 2), (2,)))
+        return "Add" not in type(F.linear(x, w, b.requires_grad_()).grad_fn).__name__
 
 
 class _NotTwice(torch.autograd.Function):
