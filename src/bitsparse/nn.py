@@ -71,8 +71,9 @@ class FeedForward(nn.Module):
         act = get_activation(self.activation)
         gate = self.gate if act.gated else None
         if not all(_is_plain(m) for m in (self.up, self.down, gate) if m is not None):
-            # A child that was replaced (an adapter) or carries hooks must be called as a module,
-            # and may compute something else: plain PyTorch, nothing compressed.
+            # A child that was replaced or patched (an adapter), or that has hooks (its own, global
+            # ones), must be called as a module, and may compute something else: plain PyTorch,
+            # nothing compressed.
             hidden = act.dense(*(m(x) for m in (gate, self.up) if m is not None))
             return self.down(hidden)  # type: ignore[no-any-return]
         return feed_forward(

@@ -323,16 +323,16 @@ def _check_parts(
     numel = shape.numel()
     if type(nnz) is not int or not 0 <= nnz <= numel:
         raise ValueError(f"nnz: got {nnz}, allowed: 0 to {numel} for shape {tuple(shape)}")
-    special = {"empty": "raw"}.get(support, "dense" if values == "dense" else None)
-    if special is None and support not in codings.SUPPORTS:
+    empty, dense = support == "empty", values == "dense"
+    if empty and values != "raw":
+        raise ValueError(f"values: got {values!r} with support='empty', allowed: 'raw'")
+    if dense and support != "full":
+        raise ValueError(f"support: got {support!r} with values='dense', allowed: 'full'")
+    if not empty and support not in codings.SUPPORTS:
         allowed = ("empty", *codings.SUPPORTS)
         raise ValueError(f"support: got {support!r}, allowed: {allowed}")
-    if special is None and values not in codings.VALUES:
+    if not dense and values not in codings.VALUES:
         raise ValueError(f"values: got {values!r}, allowed: {('dense', *codings.VALUES)}")
-    if special == "raw" and values != "raw":
-        raise ValueError(f"values: got {values!r} with support='empty', allowed: 'raw'")
-    if special == "dense" and support != "full":
-        raise ValueError(f"support: got {support!r} with values='dense', allowed: 'full'")
     wanted = buffer_names(support, values)
     if set(buffers) != wanted:
         raise ValueError(
@@ -346,8 +346,8 @@ def _check_parts(
     if not all(b.is_contiguous() for b in buffers.values()):
         raise ValueError("buffers: got a tensor that is not contiguous")
     stored = buffers["values"]
-    if special is not None:
-        length = numel if special == "dense" else 0
+    if empty or dense:
+        length = numel if dense else 0
         words.check_buffer("values", stored, dtypes.pattern_dtype(dtype), length)
         if int(torch.count_nonzero(stored)) != nnz:
             raise ValueError(f"nnz: got {nnz}, the values have another number of nonzeros")

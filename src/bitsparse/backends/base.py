@@ -8,6 +8,7 @@ gives the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from bitsparse.activations import Activation
 from bitsparse.codings import Counts, Mask, Stream, StreamCounts, SupportCoding, ValueCoding
 from bitsparse.codings.exponent import FIELDS
-from bitsparse.layout import Geometry
+from bitsparse.layout import Geometry, table_words
 
 # Rows of the counts per tile, in the order in which the first pass needs them.
 NNZ = 0
@@ -71,6 +72,46 @@ class Survey:
         """One table, in memory of its own."""
         return self.tables[row].clone()
 
+    def exponent_buffers(
+        self, coding: ValueCoding, counts: Counts, stream: int
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """``exponents``, ``escapes`` (to be written) and ``escape_offsets`` of a coded stream;
+        ``None`` where the coding has no such buffers."""
+        if not coding.field:
+            return None, None, None
+        assert self.exponents is not None
+        exponents = self.exponents[stream].clone()
+        escapes = exponents.new_empty(counts.streams[stream].escapes[coding.field])
+        row = ESCAPES + stream * len(FIELDS) + FIELDS.index(coding.field)
+        return exponents, escapes, self.table(row)
+
+
+def allocate_survey(
+    geometry: Geometry,
+    dtype: torch.dtype,
+    device: torch.device,
+    streams: int,
+    masks: int,
+    statistics: bool,
+) -> tuple[Survey, Tensor]:
+    """A survey to be filled in, and the counts: int32 ``[rows, tiles]``."""
+    rows = count_rows(streams, masks, statistics)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    survey = Survey(
+        geometry,
+        dtype,
+        streams,
+        empty(geometry.mask_words),
+        empty(geometry.mask_words) if masks == 2 else None,
+        empty(2 + rows, dtype=torch.int64),
+        empty(rows, table_words(geometry.tiles)),
+        empty(streams, geometry.tiles, dtype=torch.uint8) if statistics else None,
+    )
+    return survey, empty(rows, geometry.tiles)
+
 
 @dataclass(frozen=True)
 class Support:
@@ -83,6 +124,39 @@ class Support:
     mask: Mask
     up_mask: Mask | None = None
     """dReLU only; values are kept where both masks are set."""
+
+
+def encode_masks(
+    coding: SupportCoding,
+    survey: Survey,
+    counts: Counts,
+    fill: Callable[[Tensor, Mask, Geometry], None],
+) -> Support:
+    """:meth:`Backend.encode_support` by means of ``fill``, which writes a bucketed mask from the
+    words of a flat one."""
+    geometry = survey.geometry
+
+    def encode(flat: Tensor, row: int, size: int) -> Mask:
+        if coding.name != "bucketed":
+            return Mask(coding, flat if coding.name == "flat" else None)
+        mask = Mask(
+            coding,
+            flat.new_empty(2 * geometry.tiles),
+            flat.new_empty(size, dtype=torch.uint8),
+            survey.table(row),
+        )
+        fill(flat, mask, geometry)
+        return mask
+
+    up = survey.up_words
+    sizes = counts.bucket_bytes
+    return Support(
+        geometry,
+        counts.nnz,
+        survey.table(NNZ),
+        encode(survey.words, BUCKETS, sizes[0]),
+        None if up is None else encode(up, UP_BUCKETS, sizes[1]),
+    )
 
 
 @dataclass(frozen=True)

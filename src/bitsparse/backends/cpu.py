@@ -30,7 +30,8 @@ from bitsparse.backends.base import (
     Kept,
     Support,
     Survey,
-    count_rows,
+    allocate_survey,
+    encode_masks,
 )
 from bitsparse.backends.optional import numba_jit
 from bitsparse.codings import (
@@ -60,7 +61,7 @@ class CpuBackend:
     def survey(
         self, geometry: Geometry, patterns: Tensor, dtype: torch.dtype, statistics: bool
     ) -> Survey:
-        survey, counts, signs = _allocate_survey(geometry, dtype, 1, 1, statistics)
+        survey, counts, signs = _allocate(geometry, dtype, 1, 1, statistics)
         _over_tiles(
             _kernels(support_coding("flat"), dtype).survey,
             geometry,
@@ -82,7 +83,7 @@ class CpuBackend:
         fp32_math: bool,
         statistics: bool,
     ) -> tuple[Tensor, Survey]:
-        survey, counts, signs = _allocate_survey(
+        survey, counts, signs = _allocate(
             geometry, gate.dtype, 1 + activation.gated, 1 + activation.relu_up, statistics
         )
         hidden = gate if activation.plain else torch.empty_like(gate)
@@ -106,36 +107,7 @@ class CpuBackend:
         return hidden, _finish(survey, counts, signs)
 
     def encode_support(self, coding: SupportCoding, survey: Survey, counts: Counts) -> Support:
-        def encode(flat: Tensor, row: int, size: int) -> Mask:
-            if coding.name != "bucketed":
-                return Mask(coding, flat if coding.name == "flat" else None)
-            tiles = survey.geometry.tiles
-            mask = Mask(
-                coding,
-                torch.empty(2 * tiles, dtype=torch.int32, device="cpu"),
-                torch.empty(size, dtype=torch.uint8, device="cpu"),
-                survey.table(row),
-            )
-            assert mask.words is not None and mask.buckets is not None
-            _in_parallel(
-                bucketed.cpu_store,
-                tiles,
-                _np(flat),
-                _starts(mask.bucket_offsets, tiles),
-                _np(mask.words),
-                _np(mask.buckets),
-            )
-            return mask
-
-        up = survey.up_words
-        sizes = counts.bucket_bytes
-        return Support(
-            survey.geometry,
-            counts.nnz,
-            survey.table(NNZ),
-            encode(survey.words, BUCKETS, sizes[0]),
-            None if up is None else encode(up, UP_BUCKETS, sizes[1]),
-        )
+        return encode_masks(coding, survey, counts, _bucket)
 
     def encode_values(
         self,
@@ -147,14 +119,8 @@ class CpuBackend:
         relu: bool,
     ) -> Stream:
         geometry, dtype, nnz = survey.geometry, survey.dtype, counts.nnz
-        exponents = escapes = escape_offsets = None
-        if coding.field:
-            assert survey.exponents is not None
-            exponents = survey.exponents[stream].clone()
-            size = counts.streams[stream].escapes[coding.field]
-            escapes = torch.empty(size, dtype=torch.uint8, device="cpu")
-            row = ESCAPES + stream * len(FIELDS) + FIELDS.index(coding.field)
-            escape_offsets = survey.table(row)
+        parts = survey.exponent_buffers(coding, counts, stream)
+        exponents, escapes, escape_offsets = parts
         codes = torch.empty(nnz, dtype=dtypes.pattern_dtype(dtype), device="cpu")
         flat = _np(survey.words)
         _over_tiles(
@@ -177,7 +143,7 @@ class CpuBackend:
             # 32 codes fill whole words, so blocks of 32 codes can be packed independently.
             _in_parallel(_pack, layout.ceil_div(nnz, 32), _np(codes), width, _np(packed))
             codes = packed
-        return Stream(coding, codes, exponents, escapes, escape_offsets)
+        return Stream(coding, codes, *parts)
 
     def scatter(self, support: Support, stream: Stream, dtype: torch.dtype) -> Tensor:
         out = torch.empty(support.geometry.numel, dtype=dtypes.pattern_dtype(dtype), device="cpu")
@@ -336,29 +302,31 @@ def _exponents(survey: Survey) -> Any:
     return _NONE.reshape(1, 1) if survey.exponents is None else survey.exponents.numpy()
 
 
-def _allocate_survey(
+def _allocate(
     geometry: Geometry, dtype: torch.dtype, streams: int, masks: int, statistics: bool
 ) -> tuple[Survey, Any, Any]:
     """A survey to be filled in, the counts ``[rows, tiles]`` and the signs ``[tiles, 2]``."""
-    rows, empty = count_rows(streams, masks, statistics), torch.empty(0, device="cpu")
-    survey = Survey(
-        geometry,
-        dtype,
-        streams,
-        torch.empty(geometry.mask_words, dtype=torch.int32, device="cpu"),
-        torch.empty(geometry.mask_words, dtype=torch.int32, device="cpu") if masks == 2 else None,
-        empty,
-        empty,
-        torch.zeros(streams, geometry.tiles, dtype=torch.uint8, device="cpu")
-        if statistics
-        else None,
+    survey, counts = allocate_survey(
+        geometry, dtype, torch.device("cpu"), streams, masks, statistics
     )
-    counts = np.zeros((rows, geometry.tiles), np.int64)
-    return survey, counts, np.zeros((geometry.tiles, 2), np.bool_)
+    return survey, counts.numpy(), np.zeros((geometry.tiles, 2), np.bool_)
+
+
+def _bucket(flat: Tensor, mask: Mask, geometry: Geometry) -> None:
+    """Fill in ``mask`` from the words of a flat one."""
+    assert mask.words is not None and mask.buckets is not None
+    _in_parallel(
+        bucketed.cpu_store,
+        geometry.tiles,
+        _np(flat),
+        _starts(mask.bucket_offsets, geometry.tiles),
+        _np(mask.words),
+        _np(mask.buckets),
+    )
 
 
 def _finish(survey: Survey, counts: Any, signs: Any) -> Survey:
-    per_tile = torch.from_numpy(counts)
+    per_tile = torch.from_numpy(counts).to(torch.int64)
     any_sign = torch.from_numpy(signs).any(0).to(torch.int64)
     survey.totals = torch.cat([any_sign, per_tile.sum(1)])
     survey.tables = torch.stack([tables.build(row) for row in per_tile])

@@ -13,22 +13,21 @@ from importlib.resources import files
 from typing import Any
 
 import torch
-from cuda.core import Device, LaunchConfig, Program, ProgramOptions, Stream, launch
+from cuda.core import Device, LaunchConfig, Program, ProgramOptions, launch
+from cuda.core import Stream as CudaStream
 from torch import Tensor
 
 from bitsparse import dtypes, layout
 from bitsparse.activations import Activation
-from bitsparse.backends.base import ESCAPES, Kept, Support, Survey
+from bitsparse.backends.base import Kept, Support, Survey, allocate_survey
 from bitsparse.backends.triton import (
     TritonBackend,
-    allocate_survey,
+    gradient_buffers,
     on_device,
     rounds_late,
     scan,
 )
-from bitsparse.codings import Counts, Mask, ValueCoding
-from bitsparse.codings import Stream as ValueStream
-from bitsparse.codings.exponent import FIELDS
+from bitsparse.codings import Counts, Mask, Stream, ValueCoding
 from bitsparse.layout import Geometry
 
 _OLDEST = (8, 0)  # compute capability: warp-wide reductions
@@ -111,7 +110,7 @@ class CudaBackend(TritonBackend):
         source: Tensor,
         stream: int,
         relu: bool,
-    ) -> ValueStream:
+    ) -> Stream:
         geometry, dtype, nnz = survey.geometry, survey.dtype, counts.nnz
         if not _applies(geometry, dtype, source) or nnz == 0:
             return super().encode_values(coding, survey, counts, source, stream, relu)
@@ -121,14 +120,7 @@ class CudaBackend(TritonBackend):
         else:  # words that two tiles share are written by both
             words = layout.packed_words(nnz, width)
             codes = torch.zeros(words, dtype=torch.int32, device=device)
-        exponents = escapes = escape_offsets = None
-        if coding.field:
-            assert survey.exponents is not None
-            exponents = survey.exponents[stream].clone()
-            size = counts.streams[stream].escapes[coding.field]
-            escapes = torch.empty(size, dtype=torch.uint8, device=device)
-            row = ESCAPES + stream * len(FIELDS) + FIELDS.index(coding.field)
-            escape_offsets = survey.table(row)
+        parts = survey.exponent_buffers(coding, counts, stream)
         mantissa = dtypes.mantissa_bits(dtype)
         with on_device(device):
             _run(
@@ -139,11 +131,9 @@ class CudaBackend(TritonBackend):
                 survey.words if survey.up_words is None else survey.up_words,
                 survey.tables,
                 codes,
-                exponents,
-                escapes,
-                escape_offsets,
+                *parts,
             )
-        return ValueStream(coding, codes, exponents, escapes, escape_offsets)
+        return Stream(coding, codes, *parts)
 
     def _scatter(
         self, kept: Kept, out: Tensor, kind: int, gated: bool, squared: bool, late: bool
@@ -178,11 +168,7 @@ class CudaBackend(TritonBackend):
         applies = _applies(support.geometry, kept.dtype, grad_hidden, *_words(support))
         if not applies or not (need_gate or need_up):
             return super().gradient(activation, kept, grad_hidden, fp32_math, need_gate, need_up)
-        # Each element is read before it is overwritten, by the same lane.
-        grad_gate = grad_hidden if need_gate else None
-        grad_up = None
-        if need_up:
-            grad_up = torch.empty_like(grad_hidden) if need_gate else grad_hidden
+        grad_gate, grad_up = gradient_buffers(grad_hidden, need_gate, need_up)
         name = _name(
             "gradient",
             *_codings(kept),
@@ -279,7 +265,7 @@ def _run(name: str, geometry: Geometry, *tensors: Tensor | None) -> None:
 
 @cache
 def _stream(handle: int) -> Any:
-    return Stream.from_handle(handle)
+    return CudaStream.from_handle(handle)
 
 
 _kernels: dict[tuple[str, tuple[int, int]], Any] = {}

@@ -36,7 +36,8 @@ from bitsparse.backends.base import (
     Kept,
     Support,
     Survey,
-    count_rows,
+    allocate_survey,
+    encode_masks,
 )
 from bitsparse.codings import (
     Counts,
@@ -895,28 +896,7 @@ class TritonBackend:
         return hidden, survey
 
     def encode_support(self, coding: SupportCoding, survey: Survey, counts: Counts) -> Support:
-        def encode(flat: Tensor, row: int, size: int) -> Mask:
-            if coding.name != "bucketed":
-                return Mask(coding, flat if coding.name == "flat" else None)
-            geometry, device = survey.geometry, flat.device
-            mask = Mask(
-                coding,
-                torch.empty(2 * geometry.tiles, dtype=torch.int32, device=device),
-                torch.empty(size, dtype=torch.uint8, device=device),
-                survey.table(row),
-            )
-            self._bucket(flat, mask, geometry)
-            return mask
-
-        up = survey.up_words
-        sizes = counts.bucket_bytes
-        return Support(
-            survey.geometry,
-            counts.nnz,
-            survey.table(0),
-            encode(survey.words, BUCKETS, sizes[0]),
-            None if up is None else encode(up, UP_BUCKETS, sizes[1]),
-        )
+        return encode_masks(coding, survey, counts, self._bucket)
 
     def _bucket(self, flat: Tensor, mask: Mask, geometry: Geometry) -> None:
         """Fill in ``mask`` from the words of a flat one."""
@@ -942,14 +922,7 @@ class TritonBackend:
         geometry, dtype, nnz = survey.geometry, survey.dtype, counts.nnz
         bits = _bits(source)
         codes = torch.empty(nnz, dtype=bits.dtype, device=bits.device)
-        exponents = escapes = escape_offsets = None
-        if coding.field:
-            assert survey.exponents is not None
-            exponents = survey.exponents[stream].clone()
-            size = counts.streams[stream].escapes[coding.field]
-            escapes = torch.empty(size, dtype=torch.uint8, device=bits.device)
-            row = ESCAPES + stream * len(FIELDS) + FIELDS.index(coding.field)
-            escape_offsets = survey.table(row)
+        parts = survey.exponent_buffers(coding, counts, stream)
         if nnz:
             with on_device(bits.device):
                 gather_kernel[(geometry.tiles,)](
@@ -958,7 +931,7 @@ class TritonBackend:
                     survey.words if survey.up_words is None else survey.up_words,
                     survey.tables,
                     codes,
-                    *(b if b is not None else codes for b in (exponents, escapes, escape_offsets)),
+                    *(codes if b is None else b for b in parts),
                     *_sizes(geometry),
                     **_shape(geometry),
                     KIND=_KINDS[source.dtype] if relu else 0,
@@ -972,7 +945,7 @@ class TritonBackend:
         width = coding.width(dtype)
         if width < dtypes.bit_width(dtype):
             codes = _pack(codes, width)
-        return Stream(coding, codes, exponents, escapes, escape_offsets)
+        return Stream(coding, codes, *parts)
 
     def scatter(self, support: Support, stream: Stream, dtype: torch.dtype) -> Tensor:
         out = torch.empty(
@@ -1018,11 +991,7 @@ class TritonBackend:
         if not need_gate and not need_up:
             return None, None
         geometry = kept.support.geometry
-        # Each element is read before it is overwritten, by the same program.
-        grad_gate = grad_hidden if need_gate else None
-        grad_up = None
-        if need_up:
-            grad_up = torch.empty_like(grad_hidden) if need_gate else grad_hidden
+        grad_gate, grad_up = gradient_buffers(grad_hidden, need_gate, need_up)
         grad = _bits(grad_hidden)
         grid = (geometry.tiles,)
         with on_device(grad.device):
@@ -1053,6 +1022,16 @@ class TritonBackend:
                 **_OPTIONS,
             )
         return grad_gate, grad_up
+
+
+def gradient_buffers(
+    grad_hidden: Tensor, need_gate: bool, need_up: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Where the gradients of ``gate`` and ``up`` go: one of them over the incoming gradient, of
+    which the kernels read every element before they overwrite it."""
+    if not need_up:
+        return grad_hidden, None
+    return (grad_hidden, torch.empty_like(grad_hidden)) if need_gate else (None, grad_hidden)
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -1121,33 +1100,6 @@ def _codings(kept: Kept) -> dict[str, Any]:
         arguments[f"{name}_PACKED"] = width < bits
         arguments[f"{name}_FIELD"] = stream.coding.field
     return arguments
-
-
-def allocate_survey(
-    geometry: Geometry,
-    dtype: torch.dtype,
-    device: torch.device,
-    streams: int,
-    masks: int,
-    statistics: bool,
-) -> tuple[Survey, Tensor]:
-    """A survey to be filled in, and the counts ``[rows, tiles]``."""
-    rows = count_rows(streams, masks, statistics)
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    survey = Survey(
-        geometry,
-        dtype,
-        streams,
-        empty(geometry.mask_words),
-        empty(geometry.mask_words) if masks == 2 else None,
-        empty(2 + rows, dtype=torch.int64),
-        empty(rows, layout.table_words(geometry.tiles)),
-        empty(streams, geometry.tiles, dtype=torch.uint8) if statistics else None,
-    )
-    return survey, empty(rows, geometry.tiles)
 
 
 def scan(counts: Tensor, survey: Survey) -> None:

@@ -117,11 +117,10 @@ def choose(counts: Counts, policy: str, support: str = "auto", values: str = "au
         wanted = _wanted(values, VALUES, policy, *FAMILIES["exponent"])
         fits = [c for c in every if c.name in wanted]
         if not fits:
-            why = " without a sign bit" if stream.any_sign else ""
+            why = ", some of which have their sign bit set" if stream.any_sign else ""
             raise ValueError(
                 f"values: got {values!r}, which cannot hold these values of {counts.dtype}"
-                f"{', some of which have their sign bit set' if why else ''}; allowed: 'auto', "
-                + ", ".join(repr(c.name) for c in every)
+                f"{why}; allowed: 'auto', " + ", ".join(repr(c.name) for c in every)
             )
         per_stream.append(fits)
     sizes = {c.name: counts.support_nbytes(c) for c in supports}

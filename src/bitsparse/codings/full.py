@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bitsparse.backends.optional import numba_jit, tl, triton_jit
-from bitsparse.codings import slots, words
+from bitsparse.codings import words
 from bitsparse.codings.base import Mask
 from bitsparse.layout import GROUP, TILE, Geometry
 
@@ -30,9 +30,7 @@ class FullSupport:
         return Mask(self)
 
     def decode(self, mask: Mask, geometry: Geometry) -> Tensor:
-        return words.pack(
-            slots.from_elements(torch.ones(geometry.numel, device="cpu"), geometry) != 0
-        )
+        return inside(geometry, 0, geometry.tiles)[: geometry.mask_words]
 
     def check(self, mask: Mask, geometry: Geometry, step: int) -> Iterator[Tensor]:
         for first in range(0, geometry.tiles, step):

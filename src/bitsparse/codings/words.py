@@ -46,8 +46,7 @@ def pack_codes(codes: Tensor, width: int) -> Tensor:
 
 def unpack_codes(words: Tensor, count: int, width: int) -> Tensor:
     """The inverse of :func:`pack_codes`: int64 ``[count]``."""
-    bits = unpack(words, count * width).view(count, width).to(torch.int64)
-    return (bits << torch.arange(width, device=words.device)).sum(1)
+    return codes_between(words, 0, count, width).to(torch.int64)
 
 
 def codes_between(words: Tensor, first: int, last: int, width: int) -> Tensor:
