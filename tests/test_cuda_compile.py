@@ -10,6 +10,7 @@ from bitsparse.dtypes import COMPUTE_DTYPES
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 
+from bitsparse.backends import cuda
 from bitsparse.backends.cuda import compile_kernel
 
 CAPABILITIES = [(8, 0), (9, 0), (10, 0), (12, 0)]
@@ -19,7 +20,7 @@ def names() -> list[str]:
     """Template instances: every value of every argument, every activation with every dtype."""
     sixteen = [d for d in COMPUTE_DTYPES if d.itemsize == 2]
     flags = ("false", "true")
-    found = ["bucket"]
+    found = ["bucket", "scan"]
     supports = itertools.cycle(codings.SUPPORTS)
     values = [codings.value_coding(name) for name in codings.VALUES]
     pairs = itertools.cycle(itertools.product(values, reversed(values)))
@@ -49,10 +50,30 @@ def names() -> list[str]:
     return found
 
 
+def test_compiled_code_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("BITSPARSE_CACHE_DIR", str(tmp_path))
+    assert cuda.cache_directory() == tmp_path
+    first = compile_kernel("scan", (9, 0)).code
+    assert first in [p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()]
+    monkeypatch.setattr(cuda, "Program", None)  # nothing is compiled from here on
+    again = compile_kernel("scan", (9, 0))
+    assert again.code == first
+    assert again.symbol_mapping["scan"]
+    with pytest.raises(TypeError):
+        compile_kernel("scan", (8, 0))
+
+
+def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("BITSPARSE_CACHE_DIR", str(tmp_path / "file"))
+    assert compile_kernel("scan", (9, 0)).code
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: "sm_{}{}".format(*c))
-def test_kernels_compile(capability):
+def test_kernels_compile(capability, tmp_path, monkeypatch):
+    monkeypatch.setenv("BITSPARSE_CACHE_DIR", str(tmp_path))
     every = names()
     # All of them for one, for the others some of each kernel: the source is the same.
     some = every if capability == (9, 0) else [every[0], *every[1::6]]

@@ -6,15 +6,18 @@ the device at hand, by way of the ``cuda-core`` package: no toolkit or compiler 
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import torch
-from cuda.core import Device, LaunchConfig, Program, ProgramOptions, launch
+from cuda.core import Device, LaunchConfig, ObjectCode, Program, ProgramOptions, launch
 from cuda.core import Stream as CudaStream
+from cuda.core.utils import FileStreamProgramCache, make_program_cache_key
 from torch import Tensor
 
 from bitsparse import dtypes, layout
@@ -25,13 +28,14 @@ from bitsparse.backends.triton import (
     gradient_buffers,
     on_device,
     rounds_late,
-    scan,
 )
 from bitsparse.codings import Counts, Mask, Stream, ValueCoding
 from bitsparse.layout import Geometry
 
 _OLDEST = (8, 0)  # compute capability: warp-wide reductions
 _WARPS = 2  # tiles a block, as in kernels.cu
+_SCAN_THREADS = 512  # likewise
+_CACHE_BYTES = 256 * 2**20
 
 _lock = threading.Lock()
 _thread = threading.local()
@@ -51,7 +55,7 @@ class CudaBackend(TritonBackend):
         name = _name("survey", statistics, dtypes.mantissa_bits(dtype))
         with on_device(patterns.device):
             _run(name, geometry, patterns, survey.words, counts, survey.exponents)
-            scan(counts, survey)
+            _scan(counts, survey)
         return survey
 
     def activate(
@@ -92,7 +96,7 @@ class CudaBackend(TritonBackend):
                 counts,
                 survey.exponents,
             )
-            scan(counts, survey)
+            _scan(counts, survey)
         return hidden, survey
 
     def _bucket(self, flat: Tensor, mask: Mask, geometry: Geometry) -> None:
@@ -247,6 +251,21 @@ def _works(device: int) -> bool:
 
 def _run(name: str, geometry: Geometry, *tensors: Tensor | None) -> None:
     """Launch a kernel over the tiles, on the current device and stream."""
+    grid = layout.ceil_div(geometry.tiles, _WARPS)
+    _launch(name, grid, 32 * _WARPS, *tensors, geometry.rows, geometry.cols, geometry.tiles)
+
+
+def _scan(counts: Tensor, survey: Survey) -> None:
+    """Offset tables and totals from the counts, int32 ``[rows, tiles]``."""
+    rows, tiles = counts.shape
+    words = survey.tables.shape[1]
+    grid = layout.ceil_div(words, layout.TABLE_WORDS * _SCAN_THREADS), rows
+    _launch("scan", grid, _SCAN_THREADS, counts, survey.tables, survey.totals, tiles, words)
+
+
+def _launch(
+    name: str, grid: int | tuple[int, int], block: int, *arguments: Tensor | int | None
+) -> None:
     device = torch.cuda.current_device()
     if getattr(_thread, "device", None) != device:
         # PyTorch may not have made a context current in this thread yet (autograd has its own).
@@ -254,12 +273,9 @@ def _run(name: str, geometry: Geometry, *tensors: Tensor | None) -> None:
         _thread.device = device
     launch(
         _stream(torch.cuda.current_stream().cuda_stream),
-        LaunchConfig(grid=layout.ceil_div(geometry.tiles, _WARPS), block=32 * _WARPS),
+        LaunchConfig(grid=grid, block=block),
         _kernel(name, torch.cuda.get_device_capability(device)),
-        *(0 if t is None else t.data_ptr() for t in tensors),
-        geometry.rows,
-        geometry.cols,
-        geometry.tiles,
+        *(a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in arguments),
     )
 
 
@@ -288,6 +304,48 @@ def _source() -> str:
 
 
 def compile_kernel(name: str, capability: tuple[int, int]) -> Any:
-    """The object code of one kernel, say ``"survey<true, 7>"``, for a compute capability."""
+    """The object code of one kernel, say ``"survey<true, 7>"``, for a compute capability.
+
+    Compiled code is kept on disk, see :func:`cache_directory`. Its key holds the source, the
+    options and the compiler's version.
+    """
     options = ProgramOptions(std="c++17", arch="sm_{}{}".format(*capability))
-    return Program(_source(), "c++", options).compile("cubin", name_expressions=(name,))
+    try:
+        with FileStreamProgramCache(cache_directory(), max_size_bytes=_CACHE_BYTES) as cache:
+            return _compile(name, options, cache)
+    except OSError:  # a directory that cannot be written, a full disk
+        return _compile(name, options, {})
+
+
+def _compile(name: str, options: ProgramOptions, cache: Any) -> Any:
+    # Not `Program.compile(cache=...)`, which does not keep the linker's name of the kernel.
+    keys = [
+        make_program_cache_key(
+            code=_source(),
+            code_type="c++",
+            options=options,
+            target_type="cubin",
+            name_expressions=(name,),
+            extra_digest=part,
+        )
+        for part in (b"code", b"name")
+    ]
+    code, linked = (cache.get(key) for key in keys)
+    if code is None or linked is None:
+        made = Program(_source(), "c++", options).compile("cubin", name_expressions=(name,))
+        cache[keys[0]], cache[keys[1]] = made.code, _bytes(made.symbol_mapping[name])
+        return made
+    return ObjectCode.from_cubin(code, symbol_mapping={name: linked})
+
+
+def _bytes(name: str | bytes) -> bytes:
+    return name if isinstance(name, bytes) else name.encode()
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels are kept: ``$BITSPARSE_CACHE_DIR``, or ``bitsparse`` in the user's
+    cache directory."""
+    own = os.environ.get("BITSPARSE_CACHE_DIR")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bitsparse"

@@ -2,12 +2,11 @@
 //
 // One warp works on one tile of 64 rows by 64 columns, without any barrier wider than the warp. The
 // tensor's columns are a multiple of 64, so that a tile lies inside one block of rows; rows that the
-// last block lacks hold nothing. Lane l owns the groups (columns) 2 l and 2 l + 1: its four mask
-// words are words 4 l to 4 l + 3 of the tile, and its values come after those of the lanes before.
+// last block lacks hold nothing. Of mask words lane l holds those of the groups (columns) l, in .x and
+// .y, and l + 32, in .z and .w.
 //
-// A lane walks down its two columns: 64 rows, the same for all lanes, whatever the density. A row of
-// the tile is 128 bytes, one access of the warp. Packed values pass through shared memory, since
-// there neighbouring lanes hold neighbouring values and here they hold neighbouring columns.
+// Packed values pass through shared memory twice: as a list, where neighbouring lanes hold neighbouring
+// values, and as rows, where they hold neighbouring columns. The work in between follows the nonzeros.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -17,6 +16,7 @@ typedef long long i64;
 
 #define WARPS 2  // tiles a block: 8.5 KiB of shared memory each, 17 if gated
 #define ALL 0xffffffffu
+#define TILE 4096
 
 constexpr int flat = 0, bucketed = 1, full = 2;  // support codings
 constexpr int FIELDS[2] = {4, 3};                // widths of the exponent field, in counted order
@@ -69,12 +69,6 @@ static __device__ __forceinline__ u32 nonzero_bytes(u32 x) {
     x |= x >> 1;
     return __popc(x & 0x01010101);
 }
-
-// Where value k of a tile is in shared memory. The lanes read and write at equal distances, which is
-// in one bank of 32 at density 1/2 but for the one word left out in 17.
-// Behind them every lane has room for what it need not read or write: without branches is faster.
-constexpr int SPARE = 4096 + 256, STAGE = SPARE + 64;
-static __device__ __forceinline__ u32 staged(u32 k) { return k + (k >> 5 << 1); }
 
 // The most bytes of groups and buckets that a tile has.
 constexpr int BUCKET_BYTES = 64 + 512;
@@ -145,21 +139,184 @@ static __device__ __forceinline__ u32 product(u32 gate, u32 up) {
     return from_float<MANTISSA>(x);
 }
 
-// ---------------------------------------------------------------------------------- first pass
-// Rows 16 q to 16 q + 15 and columns 8 j to 8 j + 7 of the tile are lane 4 j + q's, in registers: what
-// it finds in a column are 16 bits in a row, and four neighbouring lanes hold the whole column.
+// ------------------------------------------------------------- work that follows the nonzeros
+// Half of a tile at a time, 64 rows by 32 columns, is staged in shared memory. A list of its buckets
+// that are not empty (eight rows of a column, in slot order) is made first; then each lane takes one
+// of them after another and moves its values between the rows and a list in slot order. So silent
+// neurons cost nothing, and busy ones are shared out among the lanes.
+//
+// Rows are read and written 16 bytes a lane: lane 4 b + j has rows 8 b to 8 b + 7 of the columns 8 j
+// to 8 j + 7. The 16-byte pieces are staged in an order that lets the lanes meet different banks, in
+// this access as well as where they visit several buckets of one column.
 
-// From the bits of 8 columns (two a register) to the lane's mask words.
+// Shared memory is addressed by numbers: the compiler would work out the address of an array anew for
+// each access, in five instructions, and would branch where an access may be left out.
+
+// The address of an array, in a register (where it stays, since a shuffle cannot be repeated).
+static __device__ __forceinline__ u32 shared_address(const void* array) {
+    return __shfl_sync(ALL, (u32)__cvta_generic_to_shared(array), 0);
+}
+static __device__ __forceinline__ u32 load_shared(u32 from) {
+    u32 x;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+    return x;
+}
+static __device__ __forceinline__ uint4 load_piece(u32 from) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from) : "memory");
+    return x;
+}
+static __device__ __forceinline__ void store_piece(u32 to, uint4 x) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
+                 :: "r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+// Store the lower half of `x` if `wanted`.
+static __device__ __forceinline__ void store_half(u32 to, u32 x, bool wanted) {
+    asm volatile("{ .reg .pred p; .reg .b16 low; cvt.u16.u32 low, %1; setp.ne.u32 p, %2, 0;"
+                 " @p st.shared.u16 [%0], low; }" :: "r"(to), "r"(x), "r"((u32)wanted) : "memory");
+}
+
+constexpr int PIECES = 256;   // of 16 bytes, in half a tile
+constexpr int BUCKETS = 256;  // in half a tile
+constexpr int GROUP = 256;    // values that 32 buckets have at most
+
+// Entries of the list: the bucket's bits; from bit 8, where its first row is staged (in elements);
+// from bit 19, how many values the half tile has before it. The last entry is empty.
+// Returns how many there are before that; `values`: how many values.
+static __device__ __forceinline__ u32 list_buckets(
+    u32 list, uint4 w, int half, int lane, u32& values) {
+    u32 words[2] = {half ? w.z : w.x, half ? w.w : w.y};
+    u32 mine = (__popc(words[0]) + __popc(words[1])) << 16
+             | (nonzero_bytes(words[0]) + nonzero_bytes(words[1]));
+    u32 before = exclusive_scan(mine, lane), all = __shfl_sync(ALL, before + mine, 31);
+    u32 to = list + (before & 0xffff) * 4, rank = before >> 16 << 19;
+#pragma unroll
+    for (int b = 0; b < 8; b++) {
+        u32 bits = words[b >> 2] >> (8 * (b & 3)) & 0xff;
+        u32 at = (lane ^ b >> 1 << 3) + 256 * b;
+        asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; @p st.shared.u32 [%0], %2;"
+                     " @p add.u32 %0, %0, 4; }"
+                     : "+r"(to) : "r"(bits), "r"((at << 8) + (bits | rank)) : "memory");
+        rank += __popc(bits) << 19;
+    }
+    if (lane == 31)
+        asm volatile("st.shared.u32 [%0], %1;"
+                     :: "r"(list + (all & 0xffff) * 4), "r"(all >> 16 << 19) : "memory");
+    values = all >> 16;
+    return all & 0xffff;
+}
+
+// Move the values of a bucket between a list, where the first one is at the address `values`, and the
+// staged rows.
+template <bool TO_ROWS>
+static __device__ __forceinline__ void move_bucket(u32 entry, u32 values, u32 rows) {
+    u32 at = rows + (entry >> 7 & 0xffe), odd = entry >> 10 & 64;  // in odd buckets pairs of rows are swapped
+#define ROW_BIT(i) "and.b32 t, %1, 1 << " #i "; setp.ne.u32 p" #i ", t, 0;"
+#define ROW_LOAD(i, base) ROW_BIT(i) "@p" #i " ld.shared.u16 v" #i ", [" base "];"
+#define ROW_NEXT(i) "@p" #i " add.u32 %0, %0, 2;"
+#define ROW_STORE(i, base) "@p" #i " st.shared.u16 [" base "], v" #i ";"
+#define ROW_REGISTERS "{ .reg .pred p<8>; .reg .b16 v<8>; .reg .b32 t;"
+    if (TO_ROWS)
+        asm volatile(ROW_REGISTERS
+                     ROW_LOAD(0, "%0") ROW_NEXT(0) ROW_LOAD(1, "%0") ROW_NEXT(1)
+                     ROW_LOAD(2, "%0") ROW_NEXT(2) ROW_LOAD(3, "%0") ROW_NEXT(3)
+                     ROW_STORE(0, "%2") ROW_STORE(1, "%3 + 64")
+                     ROW_STORE(2, "%2 + 128") ROW_STORE(3, "%3 + 192")
+                     ROW_LOAD(4, "%0") ROW_NEXT(4) ROW_LOAD(5, "%0") ROW_NEXT(5)
+                     ROW_LOAD(6, "%0") ROW_NEXT(6) ROW_LOAD(7, "%0") ROW_NEXT(7)
+                     ROW_STORE(4, "%2 + 256") ROW_STORE(5, "%3 + 320")
+                     ROW_STORE(6, "%2 + 384") ROW_STORE(7, "%3 + 448") "}"
+                     : "+r"(values) : "r"(entry), "r"(at + odd), "r"(at - odd) : "memory");
+    else
+        asm volatile(ROW_REGISTERS
+                     ROW_LOAD(0, "%2") ROW_LOAD(1, "%3 + 64") ROW_LOAD(2, "%2 + 128") ROW_LOAD(3, "%3 + 192")
+                     ROW_STORE(0, "%0") ROW_NEXT(0) ROW_STORE(1, "%0") ROW_NEXT(1)
+                     ROW_STORE(2, "%0") ROW_NEXT(2) ROW_STORE(3, "%0") ROW_NEXT(3)
+                     ROW_LOAD(4, "%2 + 256") ROW_LOAD(5, "%3 + 320") ROW_LOAD(6, "%2 + 384") ROW_LOAD(7, "%3 + 448")
+                     ROW_STORE(4, "%0") ROW_NEXT(4) ROW_STORE(5, "%0") ROW_NEXT(5)
+                     ROW_STORE(6, "%0") ROW_NEXT(6) ROW_STORE(7, "%0") ROW_NEXT(7) "}"
+                     : "+r"(values) : "r"(entry), "r"(at + odd), "r"(at - odd) : "memory");
+}
+
+static __device__ __forceinline__ u32 row_in_tile(int i, int lane) { return (lane >> 2) * 8 + i; }
+
+// The lane's first element of half a tile.
+static __device__ __forceinline__ i64 first_element(const Tile& t, i64 cols, int half, int lane) {
+    return t.base + 32 * half + 8 * (lane & 3) + row_in_tile(0, lane) * cols;
+}
+
+// Where the lane's pieces are staged: that of its row i is at `at[i & 1] + 64 * i`.
+struct Pieces {
+    u32 at[2];
+    __device__ __forceinline__ Pieces(u32 rows, int lane) {
+        u32 b = lane >> 2, odd = 64 * (b & 1);
+        u32 first = rows + 16 * (32 * b + ((lane & 3) ^ (b >> 1)));
+        at[0] = first + odd;
+        at[1] = first - odd;
+    }
+    __device__ __forceinline__ u32 operator[](int i) const { return at[i & 1] + 64 * i; }
+};
+
+static __device__ __forceinline__ uint4 load_words(const uint2* words, const Tile& t, int lane) {
+    const uint2* from = words + t.index * (u64)64 + lane;
+    uint2 first = from[0], second = from[32];
+    return make_uint4(first.x, first.y, second.x, second.y);
+}
+
+// Mask words by columns, in shared memory; a word is left out after 8 columns for the banks' sake.
+constexpr int COLUMNS = 64 + 8;
+static __device__ __forceinline__ void store_columns(uint2* columns, uint4 w, int lane) {
+    uint2* to = columns + lane + (lane >> 3);
+    to[0] = make_uint2(w.x, w.y);
+    to[32 + 4] = make_uint2(w.z, w.w);
+}
+
+// Bits of the lane's 8 rows (from bit 0, from bit 16) in its 8 columns, two a register.
+static __device__ __forceinline__ void column_bits(
+    u32 (&bits)[4], const uint2* columns, int half, int lane) {
+    const u8* from = (const u8*)(columns + 9 * (4 * half + (lane & 3))) + (lane >> 2);
+#pragma unroll
+    for (int n = 0; n < 4; n++) bits[n] = from[16 * n] | from[16 * n + 8] << 16;
+}
+
+// In which of its 8 rows the lane has anything kept; which of them the tensor has. 8 bits.
+static __device__ __forceinline__ u32 kept_rows(const u32 (&bits)[4]) {
+    u32 any = bits[0] | bits[1] | bits[2] | bits[3];
+    return any | any >> 16;
+}
+static __device__ __forceinline__ u32 rows_inside(u32 rows, int lane) {
+    int n = (int)rows - (int)row_in_tile(0, lane);
+    return n >= 8 ? 0xff : n <= 0 ? 0 : (1u << n) - 1;
+}
+
+// The lane's pieces of those of its next N rows that are `wanted`, zero for others.
+//   from: the lane's element of the first of them.
+template <int N>
+static __device__ __forceinline__ void read_rows(
+    uint4 (&pieces)[N], const u16* from, i64 cols, u32 wanted) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        pieces[i] = wanted >> i & 1 ? __ldcs((const uint4*)from) : make_uint4(0, 0, 0, 0);
+        from += cols;
+    }
+}
+
+// ---------------------------------------------------------------------------------- first pass
+// Rows 16 q to 16 q + 15 and columns 8 j to 8 j + 7 of the tile are lane 8 q + j's, in registers: eight
+// neighbouring lanes read a row, and what a lane finds in a column are 16 bits in a row.
+
+// From the bits of 8 columns (two a register) to the mask words of columns 8 j + 2 q and 8 j + 2 q + 1.
 static __device__ __forceinline__ uint4 gather_words(u32 (&bits)[4], int q) {
     // Transpose among four lanes: lane q gets pair q of columns from all of them.
 #pragma unroll
     for (int k = 0; k < 4; k += 2) {
-        u32 got = __shfl_xor_sync(ALL, q & 1 ? bits[k] : bits[k + 1], 1);
+        u32 got = __shfl_xor_sync(ALL, q & 1 ? bits[k] : bits[k + 1], 8);
         if (q & 1) bits[k] = got; else bits[k + 1] = got;
     }
 #pragma unroll
     for (int k = 0; k < 2; k++) {
-        u32 got = __shfl_xor_sync(ALL, q & 2 ? bits[k] : bits[k + 2], 2);
+        u32 got = __shfl_xor_sync(ALL, q & 2 ? bits[k] : bits[k + 2], 16);
         if (q & 2) bits[k] = got; else bits[k + 2] = got;
     }
     return make_uint4(__byte_perm(bits[0], bits[1], 0x5410), __byte_perm(bits[2], bits[3], 0x5410),
@@ -206,7 +363,7 @@ __global__ void __launch_bounds__(32 * WARPS)
 survey(const u16* x, uint4* words, int* counts, u8* exponents, i64 rows, i64 cols, i64 tiles) {
     Tile t = locate(tiles, rows, cols);
     if (t.index >= tiles) return;
-    int lane = threadIdx.x & 31, q = lane & 3, j = lane >> 2;
+    int lane = threadIdx.x & 31, q = lane >> 3, j = lane & 7;
     const u16* from = x + t.base + 8 * j;
     u32 v[64], bits[4] = {0, 0, 0, 0}, seen = 0;
 #pragma unroll
@@ -221,7 +378,7 @@ survey(const u16* x, uint4* words, int* counts, u8* exponents, i64 rows, i64 col
         seen |= v[i];
     }
     uint4 w = gather_words(bits, q);
-    words[t.index * (u64)32 + lane] = w;
+    words[t.index * (u64)32 + 4 * j + q] = w;
     u32 nnz = __reduce_add_sync(ALL, count(w));
     bool sign = __any_sync(ALL, seen & 0x80008000);
     if (lane == 0) counts[t.index] = nnz | (u32)sign << 16;
@@ -241,7 +398,7 @@ activate(const u16* gate, const u16* up, u16* hidden, uint4* words, uint4* up_wo
          u8* exponents, i64 rows, i64 cols, i64 tiles) {
     Tile t = locate(tiles, rows, cols);
     if (t.index >= tiles) return;
-    int lane = threadIdx.x & 31, q = lane & 3, j = lane >> 2;
+    int lane = threadIdx.x & 31, q = lane >> 3, j = lane & 7;
     u32 g[64], u[GATED ? 64 : 1];
     u32 bits[4] = {0, 0, 0, 0}, up_bits[4] = {0, 0, 0, 0}, kept_bits[4] = {0, 0, 0, 0};
     u32 seen = 0, up_seen = 0;
@@ -291,11 +448,11 @@ activate(const u16* gate, const u16* up, u16* hidden, uint4* words, uint4* up_wo
             *(uint4*)(hidden + at + i * cols) = make_uint4(result[0], result[1], result[2], result[3]);
     }
     uint4 w = gather_words(bits, q);
-    words[t.index * (u64)32 + lane] = w;
+    words[t.index * (u64)32 + 4 * j + q] = w;
     u32 nnz = __reduce_add_sync(ALL, count(w));
     if (RELU_UP) {
         uint4 up_w = gather_words(up_bits, q);
-        up_words[t.index * (u64)32 + lane] = up_w;
+        up_words[t.index * (u64)32 + 4 * j + q] = up_w;
         nnz = __reduce_add_sync(ALL, count(gather_words(kept_bits, q)));
         if (STATISTICS) {
             u32 bytes = bucket_bytes(up_w);
@@ -314,45 +471,98 @@ activate(const u16* gate, const u16* up, u16* hidden, uint4* words, uint4* up_wo
     }
 }
 
+// Offset tables and totals of the counts; a block takes a part of one row, a thread 16 tiles.
+//   counts: i32 [rows, tiles], the first row with the sign flags; tables: u32 [rows, table_words];
+//   totals: i64 [2 + rows].
+// What precedes its part a block adds up by itself: without waiting for others, and from the cache.
+__global__ void __launch_bounds__(512)
+scan(const int* counts, u32* tables, i64* totals, i64 tiles, i64 table_words) {
+    __shared__ u64 sums[16];
+    __shared__ u32 parts[16];
+    int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, row = blockIdx.y;
+    counts += row * tiles;
+    i64 first = (i64)blockIdx.x * (512 * 16), block = (i64)blockIdx.x * 512 + thread;
+    u64 before = 0;
+    u32 flags = 0;
+#pragma unroll 16
+    for (i64 i = thread; i < first; i += 512) {
+        u32 packed = counts[i];
+        before += packed & 0xffff;
+        flags |= packed >> 16;
+    }
+    u32 pairs[8], sum = 0;
+#pragma unroll
+    for (int n = 0; n < 16; n++) {
+        i64 tile = block * 16 + n;
+        u32 packed = tile < tiles ? counts[tile] : 0;
+        if (n & 1) pairs[n >> 1] |= sum << 16;
+        else pairs[n >> 1] = sum;
+        sum += packed & 0xffff;
+        flags |= packed >> 16;
+    }
+    u32 preceding = exclusive_scan(sum, lane);
+    for (int step = 16; step; step /= 2) before += __shfl_xor_sync(ALL, before, step);
+    if (lane == 31) parts[warp] = preceding + sum;
+    if (lane == 0) sums[warp] = before;
+    bool gate_sign = __syncthreads_or(flags & 1), up_sign = __syncthreads_or(flags >> 1 & 1);
+    u64 base = 0;
+    u32 here = 0;
+    for (int n = 0; n < 16; n++) {
+        base += sums[n];
+        if (n < warp) preceding += parts[n];
+        here += parts[n];
+    }
+    if (block * 10 < table_words) {
+        u32* to = tables + row * table_words + block * 10;
+        u64 start = base + preceding;
+        to[0] = (u32)start;
+        to[1] = (u32)(start >> 32);
+#pragma unroll
+        for (int n = 0; n < 8; n++) to[2 + n] = pairs[n];
+    }
+    if (blockIdx.x == gridDim.x - 1 && thread == 0) {
+        totals[2 + row] = base + here;
+        if (row == 0) {
+            totals[0] = gate_sign;
+            totals[1] = up_sign;
+        }
+    }
+}
+
 // ------------------------------------------------------------------------------------- encode
 
 // A flat mask in buckets.
 //   words: the flat mask; groups: u32 [2 * tiles]; buckets: u8; bucket_offsets: their table.
 __global__ void __launch_bounds__(32 * WARPS)
-bucket(const uint4* words, u32* groups, u8* buckets, const u32* bucket_offsets, i64 rows, i64 cols,
+bucket(const uint2* words, u32* groups, u8* buckets, const u32* bucket_offsets, i64 rows, i64 cols,
        i64 tiles) {
     Tile t = locate(tiles, rows, cols);
     if (t.index >= tiles) return;
     int lane = threadIdx.x & 31;
     __shared__ u8 storage[WARPS][BUCKET_BYTES + 32];
     u8* staged_bytes = storage[threadIdx.x >> 5];
-    uint4 w = words[t.index * (u64)32 + lane];
-    u32 first = (w.x | w.y) != 0, second = (w.z | w.w) != 0;
+    uint4 w = load_words(words, t, lane);
+    bool first = w.x | w.y, second = w.z | w.w;
     u32 firsts = __ballot_sync(ALL, first), seconds = __ballot_sync(ALL, second);
-    u32 both = (first | second << 1) << (2 * (lane & 15));
-    u32 low = __reduce_or_sync(ALL, lane < 16 ? both : 0);
-    u32 high = __reduce_or_sync(ALL, lane < 16 ? 0 : both);
-    if (lane == 0) {
-        groups[2 * t.index] = low;
-        groups[2 * t.index + 1] = high;
-    }
+    if (lane == 0) ((uint2*)groups)[t.index] = make_uint2(firsts, seconds);
     u32 parts[4] = {w.x, w.y, w.z, w.w}, sixteen = 0;
 #pragma unroll
     for (int b = 0; b < 16; b++) sixteen |= (u32)((parts[b >> 2] >> (8 * (b & 3)) & 0xff) != 0) << b;
-    u32 below = (1u << lane) - 1;
-    u32 rank = __popc(firsts & below) + __popc(seconds & below);
-    staged_bytes[first ? rank : BUCKET_BYTES + lane] = sixteen & 0xff;
-    staged_bytes[second ? rank + first : BUCKET_BYTES + lane] = sixteen >> 8;
-    u32 mine = __popc(sixteen), nonempty = __popc(firsts) + __popc(seconds);
-    rank = nonempty + exclusive_scan(mine, lane);
+    u32 below = (1u << lane) - 1, nonempty = __popc(firsts) + __popc(seconds);
+    staged_bytes[first ? __popc(firsts & below) : BUCKET_BYTES + lane] = sixteen & 0xff;
+    staged_bytes[second ? __popc(firsts) + __popc(seconds & below) : BUCKET_BYTES + lane] = sixteen >> 8;
+    u32 mine = __popc(sixteen & 0xff) | __popc(sixteen >> 8) << 16;
+    u32 before = exclusive_scan(mine, lane), all = __shfl_sync(ALL, before + mine, 31);
+    u32 ranks[2] = {nonempty + (before & 0xffff), nonempty + (all & 0xffff) + (before >> 16)};
 #pragma unroll
     for (int b = 0; b < 16; b++) {
-        u32 k = rank + __popc(sixteen & ((1u << b) - 1));
-        staged_bytes[sixteen >> b & 1 ? k : BUCKET_BYTES + lane] = parts[b >> 2] >> (8 * (b & 3));
+        u32 set = sixteen >> b & 1;
+        staged_bytes[set ? ranks[b >> 3] : BUCKET_BYTES + lane] = parts[b >> 2] >> (8 * (b & 3));
+        ranks[b >> 3] += set;
     }
     __syncwarp();
     u8* stream = buckets + entry(bucket_offsets, t.index);
-    u32 bytes = nonempty + __reduce_add_sync(ALL, mine);
+    u32 bytes = nonempty + (all & 0xffff) + (all >> 16);
     for (u32 k = lane; k < bytes; k += 32) stream[k] = staged_bytes[k];
 }
 
@@ -362,98 +572,95 @@ bucket(const uint4* words, u32* groups, u8* buckets, const u32* bucket_offsets, 
 //   escape_offsets: their table.
 template <int WIDTH, int FIELD, int MANTISSA, bool RELU>
 __global__ void __launch_bounds__(32 * WARPS)
-encode(const u16* x, const uint4* words, const uint4* more, const u32* offsets, void* out,
+encode(const u16* x, const uint2* words, const uint2* more, const u32* offsets, void* out,
        const u8* exponents, u8* escapes, const u32* escape_offsets, i64 rows, i64 cols, i64 tiles) {
-    __shared__ u16 storage[WARPS][STAGE];
+    __shared__ uint4 storage[WARPS][PIECES];
+    __shared__ u32 lists[WARPS][BUCKETS + 1];
+    __shared__ u16 values[WARPS][TILE / 2];
+    __shared__ uint2 columns[WARPS][COLUMNS];
     Tile t = locate(tiles, rows, cols);
     if (t.index >= tiles) return;
-    int lane = threadIdx.x & 31;
-    u16* codes = storage[threadIdx.x >> 5];
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    u32 staged_rows = shared_address(storage[warp]), list = shared_address(lists[warp]);
+    u32 found = shared_address(values[warp]);
+    Pieces pieces(staged_rows, lane);
+    u16* codes = values[warp];
 
-    uint4 w = words[t.index * (u64)32 + lane], m = more[t.index * (u64)32 + lane];
+    uint4 w = load_words(words, t, lane), m = load_words(more, t, lane);
     w = make_uint4(w.x & m.x, w.y & m.y, w.z & m.z, w.w & m.w);
-    u32 mine = count(w);
-    u32 total = __reduce_add_sync(ALL, mine);
-    if (total == 0) return;
+    if (!__any_sync(ALL, w.x | w.y | w.z | w.w)) return;
+    store_columns(columns[warp], w, lane);
     i64 offset = entry(offsets, t.index);
-    u32 rank = exclusive_scan(mine, lane), second_rank = rank + __popc(w.x) + __popc(w.y);
-    const u16* from = x + t.base + 2 * lane;
-    u32 stride = cols;  // at most 2**24: offsets in a tile fit in 32 bits
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        u32 first = half ? w.y : w.x, second = half ? w.w : w.z;
-#pragma unroll
-        for (int begin = 0; begin < 32; begin += 16) {
-            u32 pair[16];
-#pragma unroll
-            for (int i = 0; i < 16; i++) {
-                // Of rows where neither is kept nothing is read.
-                bool wanted = (first | second) >> (begin + i) & 1;
-                u32 row = half * 32 + begin + i;
-                pair[i] = wanted ? __ldcs((const u32*)(from + row * stride)) : 0;
-            }
-#pragma unroll
-            for (int i = 0; i < 16; i++) {
-                u32 one = first >> (begin + i) & 1, two = second >> (begin + i) & 1;
-                codes[one ? staged(rank) : SPARE + 2 * lane] = pair[i];
-                codes[two ? staged(second_rank) : SPARE + 2 * lane] = pair[i] >> 16;
-                rank += one;
-                second_rank += two;
-            }
-        }
-    }
-    __syncwarp();
-
     constexpr u32 limit = (1 << FIELD) - 1;
     u32 top = FIELD ? exponents[t.index] : 0;
     u8* escape = FIELD ? escapes + entry(escape_offsets, t.index) : nullptr;
-    for (u32 first = 0; first < total; first += 32) {
-        u32 k = first + lane;
-        u32 code = k < total ? codes[staged(k)] : 0;
-        // relu passes on what is positive or NaN.
-        if (RELU && code >> 15 && (code & 0x7fff) <= (0x7fffu >> MANTISSA << MANTISSA)) code = 0;
-        if (FIELD) {
-            u32 exponent = (code & 0x7fff) >> MANTISSA;
-            u32 distance = top - exponent;
-            bool escaped = k < total && distance >= limit;
-            u32 all = __ballot_sync(ALL, escaped);
-            if (escaped) {
-                escape[__popc(all & ((1u << lane) - 1))] = exponent;
-                distance = limit;
-            }
-            escape += __popc(all);
-            code = (code & ((1 << MANTISSA) - 1)) | distance << MANTISSA
-                   | code >> 15 << (MANTISSA + FIELD);
-        }
-        if (k < total) {
-            if (WIDTH == 16) ((u16*)out)[offset + k] = code;
-            else codes[staged(k)] = code & ((1u << WIDTH) - 1);
-        }
-    }
-    if (WIDTH == 16) return;
     __syncwarp();
-
-    // The tile's bits start at bit `shift` of word 0 of `to`. Words at both ends may be shared with
-    // the tiles next to it: their bits are distinct, so the order of the writes does not matter.
-    u64 bit = (u64)offset * WIDTH;
-    u32* to = (u32*)out + (bit >> 5);
-    int shift = bit & 31, end = shift + total * WIDTH;
-    for (int i = lane; i * 32 < end; i += 32) {
-        int begin = i * 32 - shift;  // of the word, in the tile's bits; negative for the first
-        int k = begin > 0 ? begin / WIDTH : 0;
-        int at = k * WIDTH - begin;  // of the code, in the word
-        u32 word = 0;
+#pragma unroll 1
+    for (int half = 0; half < 2; half++) {
+        u32 bits[4], total;
+        column_bits(bits, columns[warp], half, lane);
+        uint4 eight[8];
+        read_rows(eight, x + first_element(t, cols, half, lane), cols, kept_rows(bits));
+        u32 buckets = list_buckets(list, w, half, lane, total);
 #pragma unroll
-        for (int n = 0; n < (31 + WIDTH - 1) / WIDTH + 1; n++) {
-            if (at < 32 && k < total) {
-                u32 code = codes[staged(k)];
-                word |= at >= 0 ? code << at : code >> -at;
-            }
-            k++;
-            at += WIDTH;
+        for (int i = 0; i < 8; i++) store_piece(pieces[i], eight[i]);
+        __syncwarp();
+        for (u32 n = lane; n < buckets; n += 32) {
+            u32 bucket = load_shared(list + 4 * n);
+            move_bucket<false>(bucket, found + (bucket >> 19) * 2, staged_rows);
         }
-        if (begin < 0 || i * 32 + 32 > end) atomicOr(to + i, word);
-        else to[i] = word;
+        __syncwarp();
+        for (u32 first = 0; first < total; first += 32) {
+            u32 k = first + lane;
+            u32 code = k < total ? codes[k] : 0;
+            // relu passes on what is positive or NaN.
+            if (RELU && code >> 15 && (code & 0x7fff) <= infinity<MANTISSA>()) code = 0;
+            if (FIELD) {
+                u32 exponent = (code & 0x7fff) >> MANTISSA;
+                u32 distance = top - exponent;
+                bool escaped = k < total && distance >= limit;
+                u32 all = __ballot_sync(ALL, escaped);
+                if (escaped) {
+                    escape[__popc(all & ((1u << lane) - 1))] = exponent;
+                    distance = limit;
+                }
+                escape += __popc(all);
+                code = (code & ((1 << MANTISSA) - 1)) | distance << MANTISSA
+                       | code >> 15 << (MANTISSA + FIELD);
+            }
+            if (k < total) {
+                if (WIDTH == 16) ((u16*)out)[offset + k] = code;
+                else codes[k] = code & ((1u << WIDTH) - 1);
+            }
+        }
+        if (WIDTH != 16) {
+            __syncwarp();
+            // The bits start at bit `shift` of word 0 of `to`. Words at both ends may be shared with
+            // what is stored before and after: their bits are distinct, so the order of the writes
+            // does not matter.
+            u64 bit = (u64)offset * WIDTH;
+            u32* to = (u32*)out + (bit >> 5);
+            int shift = bit & 31, end = shift + total * WIDTH;
+            for (int i = lane; i * 32 < end; i += 32) {
+                int begin = i * 32 - shift;  // of the word, in these bits; negative for the first
+                int k = begin > 0 ? begin / WIDTH : 0;
+                int at = k * WIDTH - begin;  // of the code, in the word
+                u32 word = 0;
+#pragma unroll
+                for (int n = 0; n < (31 + WIDTH - 1) / WIDTH + 1; n++) {
+                    if (at < 32 && k < total) {
+                        u32 code = codes[k];
+                        word |= at >= 0 ? code << at : code >> -at;
+                    }
+                    k++;
+                    at += WIDTH;
+                }
+                if (begin < 0 || i * 32 + 32 > end) atomicOr(to + i, word);
+                else to[i] = word;
+            }
+        }
+        offset += total;
+        __syncwarp();
     }
 }
 
@@ -464,7 +671,7 @@ template <int SUPPORT>
 static __device__ __forceinline__ uint4 read_words(
     const Tile& t, int lane, const u32* mask, const u8* buckets, const u32* bucket_offsets,
     u8* scratch) {
-    if (SUPPORT == flat) return ((const uint4*)mask)[t.index * (u64)32 + lane];
+    if (SUPPORT == flat) return load_words((const uint2*)mask, t, lane);
     if (SUPPORT == full) {
         u64 rows = t.rows == 64 ? ~0ull : (1ull << t.rows) - 1;
         return make_uint4((u32)rows, (u32)(rows >> 32), (u32)rows, (u32)(rows >> 32));
@@ -472,76 +679,75 @@ static __device__ __forceinline__ uint4 read_words(
     i64 begin = entry(bucket_offsets, t.index);
     u32 bytes = entry(bucket_offsets, t.index + 1) - begin;
     for (u32 k = lane; k < bytes; k += 32) scratch[k] = buckets[begin + k];
-    uint2 both = ((const uint2*)mask)[t.index];
-    u64 groups = (u64)both.y << 32 | both.x;
-    int g = 2 * lane, before = __popcll(groups & ((1ull << g) - 1));
+    uint2 groups = ((const uint2*)mask)[t.index];
+    u32 below = (1u << lane) - 1, firsts = __popc(groups.x), nonempty = firsts + __popc(groups.y);
     __syncwarp();
-    bool has_first = groups >> g & 1, has_second = groups >> g >> 1 & 1;
     // What is read where nothing is stored lies in the scratch, and is not used.
-    u32 first = has_first ? scratch[before] : 0;
-    u32 second = has_second ? scratch[before + has_first] : 0;
-    u32 sixteen = first | second << 8, parts[4] = {0, 0, 0, 0};
-    u32 rank = __popcll(groups) + exclusive_scan(__popc(sixteen), lane);
+    u32 first = groups.x >> lane & 1 ? scratch[__popc(groups.x & below)] : 0;
+    u32 second = groups.y >> lane & 1 ? scratch[firsts + __popc(groups.y & below)] : 0;
+    u32 mine = __popc(first) | __popc(second) << 16;
+    u32 before = exclusive_scan(mine, lane), all = __shfl_sync(ALL, before + mine, 31);
+    u32 ranks[2] = {nonempty + (before & 0xffff), nonempty + (all & 0xffff) + (before >> 16)};
+    u32 parts[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int b = 0; b < 16; b++) {
-        u32 byte = scratch[rank + __popc(sixteen & ((1u << b) - 1))];
-        parts[b >> 2] |= sixteen >> b & 1 ? byte << (8 * (b & 3)) : 0;
+        u32 set = (b < 8 ? first : second) >> (b & 7) & 1;
+        u32 byte = scratch[ranks[b >> 3]];
+        ranks[b >> 3] += set;
+        parts[b >> 2] |= set ? byte << (8 * (b & 3)) : 0;
     }
     __syncwarp();
     return make_uint4(parts[0], parts[1], parts[2], parts[3]);
 }
 
-// Patterns of the tile's values, unpacked to shared memory (see `staged`).
+// The values of a tile, 32 at a time: lane l gets the pattern of the l-th.
 template <int WIDTH, int FIELD, int MANTISSA>
-static __device__ __forceinline__ void read_values(
-    u16* values, u32 total, i64 offset, const Tile& t, int lane, const void* in,
-    const u8* exponents, const u8* escapes, const u32* escape_offsets) {
-    constexpr u32 limit = (1 << FIELD) - 1;
-    u32 top = FIELD ? exponents[t.index] : 0;
-    const u8* escape = FIELD ? escapes + entry(escape_offsets, t.index) : nullptr;
-    u64 bit = (u64)offset * WIDTH;
-    const u32* from = (const u32*)in + (bit >> 5);
-    u32 shift = bit & 31;
-#pragma unroll 2
-    for (u32 first = 0; first < total; first += 32) {
-        u32 k = first + lane;
-        u32 code = 0;
-        if (k < total) {
-            if (WIDTH == 16) {
-                code = ((const u16*)in)[offset + k];
-            } else {
-                u32 at = shift + k * WIDTH;
-                u32 low = from[at >> 5], high = 0;
-                if ((at & 31) + WIDTH > 32) high = from[(at >> 5) + 1];
-                code = __funnelshift_r(low, high, at & 31) & ((1u << WIDTH) - 1);
-            }
-        }
+struct Values {
+    u64 first;      // bit that the first value starts at
+    const u32* in;
+    u32 top;
+    const u8* escape;       // the next one
+    const u32 *low, *high;  // words of the lane's next value; 32 values take WIDTH words
+    u32 shift;
+
+    __device__ __forceinline__ Values(
+        i64 offset, const Tile& t, const void* in, const u8* exponents, const u8* escapes,
+        const u32* escape_offsets)
+        : first((u64)offset * WIDTH), in((const u32*)in) {
+        top = FIELD ? exponents[t.index] : 0;
+        escape = FIELD ? escapes + entry(escape_offsets, t.index) : nullptr;
+    }
+
+    // Go on with value k.
+    __device__ __forceinline__ void seek(u32 k, int lane) {
+        u64 bit = first + (k + lane) * WIDTH;
+        shift = bit & 31;
+        low = in + (bit >> 5);
+        high = low + (shift + WIDTH > 32);
+    }
+
+    // Lanes whose value does not exist get anything.
+    __device__ __forceinline__ u32 next(bool exists, int lane) {
+        constexpr u32 limit = (1 << FIELD) - 1;
+        u32 below = exists ? *low : 0, above = exists && WIDTH != 16 ? *high : 0;
+        low += WIDTH;
+        high += WIDTH;
+        u32 code = __funnelshift_r(below, above, shift) & ((1u << WIDTH) - 1);
         if (FIELD) {
             u32 distance = (code >> MANTISSA) & limit;
             u32 exponent = top - distance;
-            bool escaped = k < total && distance == limit;
+            bool escaped = distance == limit && exists;
             u32 all = __ballot_sync(ALL, escaped);
-            if (escaped) exponent = escape[__popc(all & ((1u << lane) - 1))];
-            escape += __popc(all);
+            if (all) {
+                if (escaped) exponent = escape[__popc(all & ((1u << lane) - 1))];
+                escape += __popc(all);
+            }
             code = (code & ((1 << MANTISSA) - 1)) | exponent << MANTISSA
                    | code >> (MANTISSA + FIELD) << 15;
         }
-        if (k < total) values[staged(k)] = code;
+        return code;
     }
-}
-
-struct Pair {
-    u32 first, second;  // 0 or 1
-    __device__ __forceinline__ u32 masks() const { return (first | second << 16) * 0xffff; }
 };
-
-// The lane's next values of its two columns, zero where the bit is not set. What is read for nothing
-// lies in the array: ranks go to 4096.
-static __device__ __forceinline__ u32 read_pair(
-    const u16* values, u32 rank, u32 second_rank, const Pair& bits) {
-    u32 pair = values[staged(rank)] | values[staged(second_rank)] << 16;
-    return pair & bits.masks();
-}
 
 #define MASK const u32 *mask, const u8 *buckets, const u32 *bucket_offsets
 #define UP_MASK const u32 *up_mask, const u8 *up_buckets, const u32 *up_bucket_offsets
@@ -556,44 +762,67 @@ template <int SUPPORT, int MANTISSA, int WIDTH, int FIELD, int UP_WIDTH, int UP_
 __global__ void __launch_bounds__(32 * WARPS)
 decode(MASK, UP_MASK, const u32* offsets, STREAM(gate), STREAM(up), u16* out, i64 rows, i64 cols,
        i64 tiles) {
-    __shared__ u16 storage[GATED ? 2 : 1][WARPS][STAGE];
+    __shared__ uint4 storage[WARPS][PIECES];
+    __shared__ u32 lists[WARPS][BUCKETS + 1];
+    __shared__ u16 groups[WARPS][GROUP];
     Tile t = locate(tiles, rows, cols);
     if (t.index >= tiles) return;
-    int lane = threadIdx.x & 31;
-    u16 *gates = storage[0][threadIdx.x >> 5], *ups = storage[GATED ? 1 : 0][threadIdx.x >> 5];
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    u32 staged_rows = shared_address(storage[warp]), list = shared_address(lists[warp]);
+    u32 values = shared_address(groups[warp]);
+    Pieces pieces(staged_rows, lane);
 
-    uint4 w = read_words<SUPPORT>(t, lane, mask, buckets, bucket_offsets, (u8*)gates);
+    u8* scratch = (u8*)storage[warp];
+    uint4 w = read_words<SUPPORT>(t, lane, mask, buckets, bucket_offsets, scratch);
     if (TWO_MASKS) {
-        uint4 m = read_words<SUPPORT>(
-            t, lane, up_mask, up_buckets, up_bucket_offsets, (u8*)gates);
+        uint4 m = read_words<SUPPORT>(t, lane, up_mask, up_buckets, up_bucket_offsets, scratch);
         w = make_uint4(w.x & m.x, w.y & m.y, w.z & m.z, w.w & m.w);
     }
-    u32 mine = count(w);
-    u32 total = __reduce_add_sync(ALL, mine);
     i64 offset = entry(offsets, t.index);
-    read_values<WIDTH, FIELD, MANTISSA>(
-        gates, total, offset, t, lane, gate, gate_exponents, gate_escapes, gate_escape_offsets);
-    if (GATED)
-        read_values<UP_WIDTH, UP_FIELD, MANTISSA>(
-            ups, total, offset, t, lane, up, up_exponents, up_escapes, up_escape_offsets);
-    u32 rank = exclusive_scan(mine, lane), second_rank = rank + __popc(w.x) + __popc(w.y);
-    __syncwarp();
-    u16* to = out + t.base + 2 * lane;
-    u32 stride = cols;  // at most 2**24: offsets in a tile fit in 32 bits
-#pragma unroll
+    Values<WIDTH, FIELD, MANTISSA> gates(
+        offset, t, gate, gate_exponents, gate_escapes, gate_escape_offsets);
+    Values<UP_WIDTH, UP_FIELD, MANTISSA> ups(
+        offset, t, up, up_exponents, up_escapes, up_escape_offsets);
+    u32 done = 0;
+#pragma unroll 1
     for (int half = 0; half < 2; half++) {
-        u32 first = half ? w.y : w.x, second = half ? w.w : w.z;
-#pragma unroll 16
-        for (int i = 0; i < 32; i++) {
-            u32 row = half * 32 + i;
-            Pair bits{first >> i & 1, second >> i & 1};
-            u32 a = read_pair(gates, rank, second_rank, bits), b = 0;
-            if (GATED) b = read_pair(ups, rank, second_rank, bits);
-            rank += bits.first;
-            second_rank += bits.second;
-            a = product<MANTISSA, GATED, SQUARED, LATE>(a, b);
-            if (row < t.rows) __stcs((u32*)(to + row * stride), a);
+#pragma unroll
+        for (int i = 0; i < 8; i++) store_piece(pieces[i], make_uint4(0, 0, 0, 0));
+        u32 total, buckets = list_buckets(list, w, half, lane, total);
+        __syncwarp();
+        for (u32 n = 0, begin = 0; n < buckets; n += 32) {
+            u32 bucket = load_shared(list + 4 * min(n + lane, buckets));
+            u32 end = load_shared(list + 4 * min(n + 32, buckets)) >> 19;
+            gates.seek(done + begin, lane);
+            if (GATED) ups.seek(done + begin, lane);
+            for (u32 first = begin; first < end; first += 32) {
+                bool exists = first + lane < end;
+                u32 a = gates.next(exists, lane), b = 0;
+                if (GATED) b = ups.next(exists, lane);
+                a = product<MANTISSA, GATED, SQUARED, LATE>(a, b);
+                store_half(values + 2 * (first - begin + lane), a, exists);
+            }
+            __syncwarp();
+            move_bucket<true>(bucket, values + 2 * ((bucket >> 19) - begin), staged_rows);
+            __syncwarp();
+            begin = end;
         }
+        done += total;
+        u16* to = out + first_element(t, cols, half, lane);
+        if (t.rows == 64) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                __stcs((uint4*)to, load_piece(pieces[i]));
+                to += cols;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                if (row_in_tile(i, lane) < t.rows) __stcs((uint4*)to, load_piece(pieces[i]));
+                to += cols;
+            }
+        }
+        __syncwarp();
     }
 }
 
@@ -607,95 +836,145 @@ __global__ void __launch_bounds__(32 * WARPS)
 gradient(const u16* grad, u16* grad_gate, u16* grad_up, MASK, UP_MASK, const u32* offsets,
          STREAM(gate), STREAM(up), i64 rows, i64 cols, i64 tiles) {
     constexpr bool VALUES = GATED || SQUARED;
-    __shared__ u16 storage[GATED ? 2 : 1][WARPS][VALUES ? STAGE : BUCKET_BYTES / 2 + 1];
+    // 2 * relu(gate), rounded as eager does, is worked out once a value where nothing else needs
+    // relu(gate) itself. In bfloat16 it has the same bits rounded late or not.
+    constexpr bool DOUBLED = SQUARED && !GATED && (!LATE || MANTISSA == 7);
+    // Rows of the incoming gradient that are read at a time: all, so that they are on their way while
+    // the values are unpacked, unless the registers are needed for two of everything.
+    constexpr int BATCH = GATED ? 4 : 8;
+    __shared__ uint4 storage[GATED ? 2 : 1][WARPS][VALUES ? PIECES : BUCKET_BYTES / 16 + 1];
+    __shared__ u32 lists[WARPS][VALUES ? BUCKETS + 1 : 1];
+    __shared__ u16 groups[GATED ? 2 : 1][WARPS][VALUES ? GROUP : 1];
+    __shared__ uint2 columns[TWO_MASKS ? 2 : 1][WARPS][COLUMNS];
     Tile t = locate(tiles, rows, cols);
     if (t.index >= tiles) return;
-    int lane = threadIdx.x & 31;
-    u16 *gates = storage[0][threadIdx.x >> 5], *ups = storage[GATED ? 1 : 0][threadIdx.x >> 5];
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    uint2 *own = columns[0][warp], *other = columns[TWO_MASKS ? 1 : 0][warp];
+    u32 staged_rows = shared_address(storage[0][warp]), list = shared_address(lists[warp]);
+    u32 values = shared_address(groups[0][warp]);
+    // What belongs to `up` is staged this much further on.
+    constexpr u32 UP_ROWS = sizeof(storage[0]), UP_VALUES = sizeof(groups[0]);
+    Pieces pieces(staged_rows, lane);
 
-    uint4 w = read_words<SUPPORT>(t, lane, mask, buckets, bucket_offsets, (u8*)gates), own = w, other = w;
+    u8* scratch = (u8*)storage[0][warp];
+    uint4 w = read_words<SUPPORT>(t, lane, mask, buckets, bucket_offsets, scratch);
+    store_columns(own, w, lane);
     if (TWO_MASKS) {
-        other = read_words<SUPPORT>(
-            t, lane, up_mask, up_buckets, up_bucket_offsets, (u8*)gates);
-        w = make_uint4(w.x & other.x, w.y & other.y, w.z & other.z, w.w & other.w);
+        uint4 m = read_words<SUPPORT>(t, lane, up_mask, up_buckets, up_bucket_offsets, scratch);
+        store_columns(other, m, lane);
+        w = make_uint4(w.x & m.x, w.y & m.y, w.z & m.z, w.w & m.w);
     }
-    u32 rank = 0, second_rank = 0;
-    if (VALUES) {
-        u32 mine = count(w);
-        u32 total = __reduce_add_sync(ALL, mine);
-        i64 offset = entry(offsets, t.index);
-        read_values<WIDTH, FIELD, MANTISSA>(
-            gates, total, offset, t, lane, gate, gate_exponents, gate_escapes, gate_escape_offsets);
-        if (GATED)
-            read_values<UP_WIDTH, UP_FIELD, MANTISSA>(
-                ups, total, offset, t, lane, up, up_exponents, up_escapes, up_escape_offsets);
-        rank = exclusive_scan(mine, lane);
-        second_rank = rank + __popc(w.x) + __popc(w.y);
-        __syncwarp();
-    }
-    i64 at = t.base + 2 * lane;
-    u32 stride = cols;
-#pragma unroll
+    i64 offset = VALUES ? entry(offsets, t.index) : 0;
+    Values<WIDTH, VALUES ? FIELD : 0, MANTISSA> gates(
+        offset, t, gate, gate_exponents, gate_escapes, gate_escape_offsets);
+    Values<UP_WIDTH, GATED ? UP_FIELD : 0, MANTISSA> ups(
+        offset, t, up, up_exponents, up_escapes, up_escape_offsets);
+    u32 done = 0;
+    __syncwarp();
+#pragma unroll 1
     for (int half = 0; half < 2; half++) {
-        u32 first = half ? w.y : w.x, second = half ? w.w : w.z;
-        u32 own_first = half ? own.y : own.x, own_second = half ? own.w : own.z;
-        u32 other_first = half ? other.y : other.x, other_second = half ? other.w : other.z;
+        u32 own_bits[4], other_bits[4];
+        column_bits(own_bits, own, half, lane);
+        if (TWO_MASKS) column_bits(other_bits, other, half, lane);
+        i64 at = first_element(t, cols, half, lane);
+        // Where no factor is kept only the gradient of `up` depends on the incoming one.
+        u32 wanted = NEED_UP ? rows_inside(t.rows, lane) : kept_rows(own_bits);
+        uint4 incoming[BATCH];
+        if (BATCH == 8) read_rows(incoming, grad + at, cols, wanted);
+        if (VALUES) {
+            uint4 zero = make_uint4(0, 0, 0, 0);
 #pragma unroll
-        for (int begin = 0; begin < 32; begin += 16) {
-            u32 incoming[16];
-#pragma unroll
-            for (int i = 0; i < 16; i++) {
-                u32 row = half * 32 + begin + i;
-                // Where no factor is kept only the gradient of `up` depends on the incoming one.
-                bool wanted = NEED_UP ? row < t.rows : (own_first | own_second) >> (begin + i) & 1;
-                incoming[i] = wanted ? __ldcs((const u32*)(grad + at + row * stride)) : 0;
+            for (int i = 0; i < 8; i++) {
+                store_piece(pieces[i], zero);
+                if (GATED) store_piece(pieces[i] + UP_ROWS, zero);
             }
-#pragma unroll
-            for (int i = 0; i < 16; i++) {
-                u32 row = half * 32 + begin + i, n = begin + i;
-                Pair bits{first >> n & 1, second >> n & 1};
-                u32 a = 0, b = 0, kept = bits.masks();
-                if (VALUES) {
-                    a = read_pair(gates, rank, second_rank, bits);
-                    if (GATED) b = read_pair(ups, rank, second_rank, bits);
-                    rank += bits.first;
-                    second_rank += bits.second;
+            u32 total, buckets = list_buckets(list, w, half, lane, total);
+            __syncwarp();
+            for (u32 n = 0, begin = 0; n < buckets; n += 32) {
+                u32 bucket = load_shared(list + 4 * min(n + lane, buckets));
+            u32 end = load_shared(list + 4 * min(n + 32, buckets)) >> 19;
+            gates.seek(done + begin, lane);
+            if (GATED) ups.seek(done + begin, lane);
+                for (u32 first = begin; first < end; first += 32) {
+                    bool exists = first + lane < end;
+                    u32 a = gates.next(exists, lane), b = 0;
+                    if (GATED) b = ups.next(exists, lane);
+                    if (DOUBLED) {
+                        float2 g = to_float<MANTISSA>(a);
+                        a = from_float<MANTISSA>(make_float2(g.x * 2.f, g.y * 2.f));
+                    }
+                    u32 to = values + 2 * (first - begin + lane);
+                    store_half(to, a, exists);
+                    if (GATED) store_half(to + UP_VALUES, b, exists);
                 }
+                __syncwarp();
+                u32 from = values + 2 * ((bucket >> 19) - begin);
+                move_bucket<true>(bucket, from, staged_rows);
+                if (GATED) move_bucket<true>(bucket, from + UP_VALUES, staged_rows + UP_ROWS);
+                __syncwarp();
+                begin = end;
+            }
+            done += total;
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            if (BATCH != 8 && i % BATCH == 0) read_rows(incoming, grad + at, cols, wanted >> i);
+            uint4 a4 = make_uint4(0, 0, 0, 0), b4 = a4;
+            if (VALUES) a4 = load_piece(pieces[i]);
+            if (GATED) b4 = load_piece(pieces[i] + UP_ROWS);
+            uint4 in4 = incoming[i % BATCH];
+            u32 in[4] = {in4.x, in4.y, in4.z, in4.w};
+            u32 as[4] = {a4.x, a4.y, a4.z, a4.w}, bs[4] = {b4.x, b4.y, b4.z, b4.w};
+            u32 gate_result[4], up_result[4];
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                u32 a = as[n], b = bs[n];
                 // What is not kept has factors of zero, which are multiplied by, as eager does: the
                 // product may be -0.0 or NaN. Only where relu's derivative is 0 eager selects 0.
-                u32 fires = VALUES ? nonzero(a) * 0xffff : kept, up_fires = ~0u;
+                u32 mine = (own_bits[n] >> i & 0x00010001) * 0xffff;
+                u32 fires = GATED ? nonzero(a) * 0xffff : mine, up_fires = ~0u;
                 if (TWO_MASKS) {
                     // Where both masks are set the values decide; elsewhere the masks do.
-                    Pair mine{own_first >> n & 1, own_second >> n & 1};
-                    Pair theirs{other_first >> n & 1, other_second >> n & 1};
-                    fires = (fires & kept) | (mine.masks() & ~kept);
-                    up_fires = (nonzero(b) * 0xffff & kept) | (theirs.masks() & ~kept);
+                    u32 theirs = (other_bits[n] >> i & 0x00010001) * 0xffff;
+                    fires = (fires | ~theirs) & mine;
+                    up_fires = (nonzero(b) * 0xffff | ~mine) & theirs;
                 }
-                float2 x = to_float<MANTISSA>(incoming[i]), g = to_float<MANTISSA>(a);
+                float2 x = to_float<MANTISSA>(in[n]), g = to_float<MANTISSA>(a);
                 if (NEED_UP) {
                     float2 factor = g;
                     if (SQUARED) factor = multiply<MANTISSA, LATE>(g, g);
-                    u32 result = from_float<MANTISSA>(make_float2(x.x * factor.x, x.y * factor.y));
-                    if (row < t.rows) __stcs((u32*)(grad_up + at + row * stride), result & up_fires);
+                    up_result[n] =
+                        from_float<MANTISSA>(make_float2(x.x * factor.x, x.y * factor.y)) & up_fires;
                 }
                 if (NEED_GATE) {
-                    u32 result = incoming[i];
+                    u32 result = in[n];
                     if (VALUES) {
-                        if (GATED && SQUARED) x = multiply<MANTISSA, LATE>(x, to_float<MANTISSA>(b));
-                        else if (GATED) {
+                        if (GATED && SQUARED) {
+                            x = multiply<MANTISSA, LATE>(x, to_float<MANTISSA>(b));
+                        } else if (GATED) {
                             float2 y = to_float<MANTISSA>(b);
                             x = make_float2(x.x * y.x, x.y * y.y);
                         }
                         if (SQUARED) {
                             // 2 * gate may overflow to infinity in the dtype.
-                            g = multiply<MANTISSA, LATE>(g, make_float2(2.f, 2.f));
+                            if (!DOUBLED) g = multiply<MANTISSA, LATE>(g, make_float2(2.f, 2.f));
                             x = make_float2(x.x * g.x, x.y * g.y);
                         }
                         result = from_float<MANTISSA>(x);
                     }
-                    if (row < t.rows) __stcs((u32*)(grad_gate + at + row * stride), result & fires);
+                    gate_result[n] = result & fires;
                 }
             }
+            if (t.rows == 64 || row_in_tile(i, lane) < t.rows) {
+                if (NEED_GATE)
+                    __stcs((uint4*)(grad_gate + at),
+                           make_uint4(gate_result[0], gate_result[1], gate_result[2], gate_result[3]));
+                if (NEED_UP)
+                    __stcs((uint4*)(grad_up + at),
+                           make_uint4(up_result[0], up_result[1], up_result[2], up_result[3]));
+            }
+            at += cols;
         }
+        __syncwarp();
     }
 }
