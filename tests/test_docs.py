@@ -43,3 +43,31 @@ def test_tables_are_those_of_the_result_files():
         shown = [li for li in shown if li.count("|") == 9]
         assert shown
         assert set(shown) <= lines
+
+
+def test_tables_under_known_headers_are_those_of_the_result_files():
+    """The same, for whatever `benchmarks/table.py` prints, recognised by its header."""
+    table = runpy.run_path(str(ROOT / "benchmarks" / "table.py"))
+    lines: dict[str, set[str]] = {}
+    captions = set()
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        captions.add("- " + table["caption"](path))
+        for header, rows in table["tables"](path):
+            lines.setdefault(header, set()).update(rows)
+    known = {table[name].splitlines()[0] for name in ("HEADER", "CODEC_RATES", "KERNELS", "FFN")}
+    known |= {header.splitlines()[0] for header in lines}
+    names = {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    found = 0
+    for page in (ROOT / "README.md", ROOT / "docs" / "benchmarks.md"):
+        text = page.read_text()
+        for header, rule, body in re.findall(
+            r"^(\| .*\|)\n(\|(?: --- \|)+)\n((?:\| .*\|\n?)*)", text, re.M
+        ):
+            if header in known:
+                found += 1
+                allowed = lines.get(f"{header}\n{rule}", set())
+                assert set(body.splitlines()) <= allowed, f"{page.name}: {header}"
+        for name in re.findall(r"^- ([\w-]+): ", text, re.M):
+            if name in names:
+                assert any(line in captions for line in text.splitlines() if f"- {name}: " in line)
+    assert found >= 4

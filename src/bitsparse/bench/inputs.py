@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -196,3 +197,58 @@ def bernoulli(shape: tuple[int, int], density: float, device: torch.device, seed
 
 def _as_is(x: Tensor) -> Tensor:
     return x
+
+
+TOKENS_ALIKE = 16
+"""Consecutive tokens of :func:`correlated` that have something in common."""
+_COMMON = 0.5  # share of the variance
+_NEURON_SPREAD = 1.0
+
+
+def neuron_shifts(neurons: int, density: float, device: torch.device, seed: int) -> Tensor:
+    """What is added to a standard normal pre-activation, neuron by neuron, so that ``density`` of
+    all elements are positive, and of some neurons many more than of others; float32.
+
+    With the spread of 1 at density 0.1, a tenth of the neurons fires at fewer than 0.1 % of the
+    tokens, a tenth at more than 30 %.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    spread = _NEURON_SPREAD * torch.randn(neurons, generator=generator, device=device)
+    # Normal numbers of the standard deviation sqrt(1 + spread**2) then exceed -middle.
+    middle = statistics.NormalDist().inv_cdf(density) * (1 + _NEURON_SPREAD**2) ** 0.5
+    shifts: Tensor = spread + middle
+    return shifts
+
+
+def alike_tokens(rows: int, cols: int, device: torch.device, seed: int) -> Tensor:
+    """Standard normal numbers, to a half common to ``TOKENS_ALIKE`` consecutive rows; float32."""
+    generator = torch.Generator(device).manual_seed(seed)
+    groups = -(-rows // TOKENS_ALIKE)
+    common = torch.randn(groups, 1, cols, generator=generator, device=device) * _COMMON**0.5
+    x = torch.randn(groups, TOKENS_ALIKE, cols, generator=generator, device=device)
+    return x.mul_((1 - _COMMON) ** 0.5).add_(common).view(-1, cols)[:rows].contiguous()
+
+
+def correlated(
+    shape: tuple[int, int], density: float, device: torch.device, dtype: torch.dtype, seed: int
+) -> Tensor:
+    """Pre-activations that resemble trained ones: neurons differ in how often they fire, and
+    neighbouring tokens tend to fire the same ones. ``density`` of the elements are positive."""
+    shifts = neuron_shifts(shape[1], density, device, seed + 1)
+    x = alike_tokens(*shape, device, seed)
+    return x.add_(shifts).to(dtype)
+
+
+def independent(
+    shape: tuple[int, int], density: float, device: torch.device, dtype: torch.dtype, seed: int
+) -> Tensor:
+    """Pre-activations, each positive with probability ``density`` whatever the others are:
+    :func:`bernoulli`, and negative numbers instead of its zeros."""
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    positive = bernoulli(shape, density, device, seed).to(dtype)
+    negative = torch.randn(shape, generator=generator, device=device).to(dtype).abs_().neg_()
+    return torch.where(positive > 0, positive, negative)
+
+
+PRE_ACTIVATIONS = {"independent": independent, "correlated": correlated}
+"""How pre-activations are drawn, by name."""

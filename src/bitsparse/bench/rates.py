@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from bitsparse.bench.general import ZSTD_LEVELS, GeneralCodec, general_codecs
 from bitsparse.bench.inputs import bernoulli
 from bitsparse.bench.lossless import compress_checked, general_checked
 from bitsparse.bench.sizes import GENERAL, POLICY
+from bitsparse.bench.timing import seconds as seconds_of
 from bitsparse.tensor import compress
 
 WARMUP = 2
@@ -112,11 +112,11 @@ def measure_rates(
 
     seconds: dict[tuple[int, str], list[float]] = {}
     for repetition in range(WARMUP + repetitions):
-        found = {(-1, COPY): _seconds(lambda: target.copy_(x), device)}
+        found = {(-1, COPY): seconds_of(lambda: target.copy_(x), device)}
         for i, task in enumerate(tasks):
             with _threads(task.threads):
-                found[i, "compress"] = _seconds(task.compress, task.device)
-                found[i, "decompress"] = _seconds(task.decompress, task.device)
+                found[i, "compress"] = seconds_of(task.compress, task.device)
+                found[i, "decompress"] = seconds_of(task.decompress, task.device)
         if repetition >= WARMUP:
             for key, value in found.items():
                 seconds.setdefault(key, []).append(value)
@@ -149,22 +149,6 @@ def _general_task(matrix: np.ndarray, codec: GeneralCodec) -> _Task:
         compress=lambda: codec.compress(matrix),
         decompress=lambda: codec.decompress(compressed, matrix.shape, matrix.dtype),
     )
-
-
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The time that ``run`` takes, with what it waits for on the host; its result is dropped."""
-    if device.type != "cuda":
-        began = time.perf_counter()
-        run()
-        return time.perf_counter() - began
-    torch.cuda.synchronize(device)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    milliseconds: float = start.elapsed_time(end)
-    return milliseconds / 1e3
 
 
 @contextmanager

@@ -1,15 +1,12 @@
-"""``bitsparse bench``: a group of commands, one for each benchmark."""
+"""``bitsparse bench codec``."""
 
 from __future__ import annotations
 
-import json
-import re
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
@@ -22,8 +19,8 @@ from bitsparse.bench.lossless import NotLossless
 from bitsparse.bench.plot import save_chart
 from bitsparse.bench.sizes import GENERAL, POLICY, PUBLISHED, methods
 from bitsparse.cli import options as o
+from bitsparse.cli.bench import common as c
 from bitsparse.training.errors import UserError, is_out_of_memory
-from bitsparse.training.files import write_atomically
 from bitsparse.training.step import get_device
 
 DIFFERENT = 3
@@ -32,16 +29,7 @@ CPU_SHAPE, GPU_SHAPE = "2048x4096", "16000x21504"
 _SHORT = {FILES: "files", TRAINING: "trained", SYNTHETIC: "synthetic"}
 _MISSING = "not installed"
 
-bench = typer.Typer(help="Measure the parts of the library.")
 
-
-@bench.callback()
-def _group() -> None:
-    # With a callback a single command keeps its name.
-    pass
-
-
-@bench.command()
 def codec(
     activations: Annotated[
         list[Path] | None,
@@ -81,9 +69,7 @@ def codec(
     repetitions: Annotated[int, typer.Option(help="Timed repetitions.")] = 7,
     device: o.DeviceOption = None,
     seed: Annotated[int, typer.Option(help="Seed of random arrays and of the training run.")] = 0,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write all results into this file.")
-    ] = None,
+    json_path: c.JsonOption = None,
     plot: Annotated[
         Path | None,
         typer.Option(help="Draw bits per element against the entropy line, as a PNG file."),
@@ -100,18 +86,16 @@ def codec(
         train_steps=train_steps,
         activation=activation,
         synthetic=synthetic,
-        densities=_numbers("--densities", densities),
+        densities=c.numbers("--densities", densities),
         zstd_levels=_levels(zstd_levels),
         rates=rates,
-        shape=_shape(default if shape is None else shape),
-        rate_densities=_numbers("--rate-densities", rate_densities),
+        shape=c.shape("--shape", default if shape is None else shape),
+        rate_densities=c.numbers("--rate-densities", rate_densities),
         repetitions=repetitions,
         device=str(chosen_device),
         seed=seed,
     )
-    for name, path in (("--json", json_path), ("--plot", plot)):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise UserError(f"{name}: got {path}, allowed: a file in a folder that is there")
+    c.check_outputs(("--json", json_path), ("--plot", plot))
     console = Console()
     try:
         result = _run(config, console)
@@ -124,19 +108,9 @@ def codec(
         raise UserError("out of memory: a smaller --shape or smaller arrays may fit") from error
     _show(result, console)
     if json_path is not None:
-        content = json.dumps(result.to_json(), indent=1, allow_nan=False).encode() + b"\n"
-        write_atomically(json_path, lambda file: file.write(content))
+        c.write_json(json_path, result.to_json())
     if plot is not None:
         save_chart(result, plot)
-
-
-def _numbers(name: str, text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise UserError(
-            f"{name}: got {text!r}, allowed: numbers from 0 to 1, separated by commas"
-        ) from None
 
 
 def _levels(text: str) -> tuple[int, ...]:
@@ -146,13 +120,6 @@ def _levels(text: str) -> tuple[int, ...]:
         raise UserError(
             f"--zstd-levels: got {text!r}, allowed: whole numbers, separated by commas"
         ) from None
-
-
-def _shape(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d{1,12})[x×](\d{1,12})", text.strip())
-    if found is None:
-        raise UserError(f"--shape: got {text!r}, allowed: ROWSxCOLS, for example {CPU_SHAPE}")
-    return int(found[1]), int(found[2])
 
 
 def _run(config: CodecConfig, console: Console) -> CodecResult:
@@ -190,23 +157,6 @@ def _show(result: CodecResult, console: Console) -> None:
         console.print(_rates_table(result))
 
 
-def _table(title: str, caption: str | None, *columns: str) -> Table:
-    """A table that fits into 80 characters, numbers in all columns but the first."""
-    table = Table(
-        title=title,
-        caption=caption,
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 0),
-        min_width=60,
-    )
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="right" if i else "left", no_wrap=True)
-    return table
-
-
 def _array_tables(result: CodecResult) -> list[Table]:
     """One for each group of arrays of the same shape and dtype."""
     kinds = _methods(result)
@@ -217,7 +167,7 @@ def _array_tables(result: CodecResult) -> list[Table]:
     last = [name for name in ("lz4",) if name not in result.not_installed()]
     tables = []
     for (rows, cols, dtype), group in groupby(result.sizes, lambda s: (s.rows, s.cols, s.dtype)):
-        table = _table(
+        table = c.table(
             f"Bits per element, {rows} × {cols} {dtype}",
             None,
             *("", "density", "line", *shown, *orders[:has_zstd], *last),
@@ -242,7 +192,7 @@ def _methods_table(result: CodecResult) -> Table:
     counts = {source: sum(s.source == source for s in result.sizes) for source in summaries}
     headers = [name for source in counts for name in (_SHORT[source], "× line")]
     arrays = ", ".join(f"{_SHORT[source]} {count}" for source, count in counts.items())
-    table = _table(
+    table = c.table(
         "Bits per element by method",
         f"Means over arrays ({arrays}); × line: mean of the arrays' own ratios to the entropy "
         "line. *: does not apply to all of them. Split: bytes grouped by significance; transposed: "
@@ -264,7 +214,7 @@ def _methods_table(result: CodecResult) -> Table:
 def _rates_table(result: CodecResult) -> Table:
     config = result.config
     rows, cols = config.shape
-    table = _table(
+    table = c.table(
         f"Rates on {rows} × {cols} bfloat16",
         f"GB/s of the dense array, median of {config.repetitions}; × copy: share of the rate of a "
         "copy of the dense array on the same device. zstd and LZ4 run on the CPU, on the first "

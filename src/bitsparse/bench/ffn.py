@@ -1,0 +1,447 @@
+"""The feed-forward benchmark: forward and backward of a stack of blocks, in many ways."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitsparse.activations import ACTIVATIONS, get_activation
+from bitsparse.bench.inputs import alike_tokens, neuron_shifts
+from bitsparse.bench.kernels import check_density, check_names
+from bitsparse.bench.peers import (
+    COMPILE,
+    DEFAULT_PEERS,
+    EAGER,
+    PEERS,
+    Block,
+    Options,
+    Peer,
+    Unsupported,
+    Weights,
+    load_peer,
+)
+from bitsparse.bench.timing import Spread, Task, allocated_by, alternate, forget, reason, same_bits
+from bitsparse.training.accounting import step_peak
+from bitsparse.training.compare import environment
+from bitsparse.training.errors import UserError, check_at_least, check_choice, is_out_of_memory
+from bitsparse.training.step import DTYPES, get_device
+from bitsparse.training.train import LARGEST_SEED
+
+LARGEST_SIZE = 2**24
+"""Tokens, d_model or d_ff."""
+
+WARMUP = 1
+"""Rounds that are not timed; before, each peer has done two steps, in which it was checked."""
+
+_CONSTANT = 4.0
+"""The feature that carries the shifts of the pre-activations."""
+_GROWTH = 0.1
+"""What a block adds to the stream, about, by the stream."""
+
+
+@dataclass(frozen=True)
+class FfnConfig:
+    """What is measured, on what."""
+
+    shapes: tuple[tuple[int, int, int], ...] = ((2048, 256, 1024),)
+    """Tokens, d_model, d_ff."""
+    layers: tuple[int, ...] = (1,)
+    """One number for all shapes, or one for each."""
+    activations: tuple[str, ...] = ("relu", "relu2", "reglu")
+    density: float = 0.1
+    """Of the hidden tensors, about."""
+    dtype: str = "float32"
+    peers: tuple[str, ...] = DEFAULT_PEERS
+    own_peers: tuple[str, ...] = ()
+    """``module:factory`` each."""
+    tokens_per_chunk: int | None = None
+    repeats: int = 10
+    max_seconds: float | None = None
+    """For the timed rounds of one case: no round begins later, but the first three."""
+    device: str | None = None
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise UserError for a value that is not allowed."""
+        if not self.shapes:
+            raise UserError("--shapes: got none, allowed: at least one TOKENSxD_MODELxD_FF")
+        for shape in self.shapes:
+            tokens, d_model, d_ff = shape
+            if not (1 <= tokens <= LARGEST_SIZE and 2 <= d_model <= LARGEST_SIZE) or not (
+                1 <= d_ff <= LARGEST_SIZE
+            ):
+                raise UserError(
+                    f"--shapes: got {'x'.join(map(str, shape))}, allowed: TOKENSxD_MODELxD_FF of "
+                    "at least 1x2x1 and at most 2**24 each"
+                )
+        for layers in self.layers:
+            check_at_least("--layers", layers, 1, 1000)
+        if len(self.layers) not in (1, len(self.shapes)):
+            raise UserError(
+                f"--layers: got {len(self.layers)} numbers for {len(self.shapes)} shapes, "
+                "allowed: one for all, or one for each"
+            )
+        check_names("--activations", self.activations, tuple(ACTIVATIONS))
+        check_density("--density", self.density)
+        check_choice("--dtype", self.dtype, DTYPES)
+        check_names("--peers", self.peers, tuple(PEERS))
+        if self.tokens_per_chunk is not None:
+            check_at_least("--tokens-per-chunk", self.tokens_per_chunk, 1)
+        check_at_least("--repeats", self.repeats, 1)
+        if self.max_seconds is not None:
+            check_at_least("--max-seconds", self.max_seconds, 0)
+        check_at_least("--seed", self.seed, 0, LARGEST_SEED)
+
+    def cases(self) -> list[tuple[tuple[int, int, int], int, str]]:
+        """Shape, layers and activation of each."""
+        layers = self.layers * len(self.shapes) if len(self.layers) == 1 else self.layers
+        return [
+            (shape, count, activation)
+            for shape, count in zip(self.shapes, layers, strict=True)
+            for activation in self.activations
+        ]
+
+    def all_peers(self) -> list[Peer]:
+        """Those asked for; eager first, since all are compared with it."""
+        names = (EAGER, *(name for name in self.peers if name != EAGER))
+        own = dict.fromkeys(self.own_peers)
+        return [PEERS[name] for name in names] + [load_peer(text) for text in own]
+
+
+@dataclass
+class PeerResult:
+    """One peer in one case."""
+
+    peer: str
+    failed: str | None = None
+    """Why there are no figures, or None."""
+    rounds: list[float] = field(default_factory=list)
+    """Seconds of each timed round, the same rounds for all peers."""
+    seconds: Spread | None = None
+    ratio_eager: float | None = None
+    """Median over rounds of this peer's time by eager's in the same round."""
+    ratio_eager_quartiles: tuple[float, float] | None = None
+    ratio_best: float | None = None
+    """The same, by the faster of eager and compile."""
+    peak_bytes: int | None = None
+    """Of the allocator within a step, above what stood before; weight gradients are in it."""
+    peak_ratio_eager: float | None = None
+    peak_ratio_best: float | None = None
+    """By the smaller one of eager and compile."""
+    kept_bytes: int | None = None
+    """What the allocator holds after forward and did not before; the output is in it."""
+    kept_ratio_eager: float | None = None
+    kept_ratio_best: float | None = None
+    same_output: bool | None = None
+    """Whether it has the bits of eager's."""
+    same_gradients: bool | None = None
+    """Of the input and all weights."""
+    differing: list[str] = field(default_factory=list)
+    """Names of what differs."""
+
+    @property
+    def identical(self) -> bool | None:
+        """Whether nothing differs; None: not known."""
+        if self.same_output is None or self.same_gradients is None:
+            return None
+        return self.same_output and self.same_gradients
+
+
+@dataclass
+class FfnCase:
+    """All peers on one stack."""
+
+    tokens: int
+    d_model: int
+    d_ff: int
+    layers: int
+    activation: str
+    densities: list[float]
+    """By layer, as realised."""
+    best: str
+    """The faster of eager and compile."""
+    peers: list[PeerResult]
+
+
+@dataclass
+class FfnResult:
+    """All that was measured."""
+
+    config: FfnConfig
+    environment: dict[str, Any]
+    cases: list[FfnCase] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return {
+            "benchmark": "ffn",
+            "environment": self.environment,
+            "config": asdict(self.config),
+            "cases": [asdict(case) for case in self.cases],
+        }
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Told often."""
+
+    what: str
+    """The case, and what is being done."""
+    done: int
+    """Parts of the work: peers to be checked, and timed rounds."""
+    total: int
+
+
+def run_ffn(
+    config: FfnConfig,
+    on_progress: Callable[[Progress], None] | None = None,
+    on_case: Callable[[FfnResult], None] | None = None,
+) -> FfnResult:
+    """Measure all cases; ``on_case`` is told the result so far after each.
+
+    Raises:
+        UserError: a value is not allowed, or a case is too large for eager.
+    """
+    config.check()
+    peers = config.all_peers()
+    device = get_device(config.device)
+    result = FfnResult(config, environment(device))
+    cases = config.cases()
+    for i, (shape, layers, activation) in enumerate(cases):
+
+        def tell(
+            what: str, done: int, i: int = i, shape: Any = shape, activation: str = activation
+        ) -> None:
+            if on_progress is not None:
+                each = len(peers) + config.repeats
+                name = f"{'x'.join(map(str, shape))} {activation}: {what}"
+                on_progress(Progress(name, i * each + done, len(cases) * each))
+
+        case = _Case(config, device, shape, layers, activation)
+        result.cases.append(case.measure(peers, tell))
+        del case
+        forget()
+        if on_case is not None:
+            on_case(result)
+    return result
+
+
+class _Case:
+    """Inputs and weights of a case, and what is done with them."""
+
+    def __init__(
+        self,
+        config: FfnConfig,
+        device: torch.device,
+        shape: tuple[int, int, int],
+        layers: int,
+        activation: str,
+    ) -> None:
+        self.config, self.device = config, device
+        self.shape, self.activation = shape, activation
+        tokens, d_model, d_ff = shape
+        dtype = DTYPES[config.dtype]
+        x = alike_tokens(tokens, d_model, device, config.seed)
+        x[:, 0] = _CONSTANT
+        self.x = x.to(dtype).requires_grad_()
+        self.layers = [
+            make_weights(d_model, d_ff, activation, config.density, dtype, device, seed)
+            for seed in range(config.seed + 1000, config.seed + 1000 + 10 * layers, 10)
+        ]
+        generator = torch.Generator(device).manual_seed(config.seed + 1)
+        self.grad = torch.randn(tokens, d_model, generator=generator, device=device).to(dtype)
+
+    def leaves(self) -> dict[str, Tensor]:
+        """All that gradients are computed of, by name."""
+        named = {
+            f"gradient of {name}, layer {i}": weight
+            for i, weights in enumerate(self.layers)
+            for name, weight in weights.items()
+        }
+        return {"gradient of x": self.x, **named}
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        for leaf in self.leaves().values():
+            leaf.grad = None
+
+    def step(self, block: Block) -> Tensor:
+        """Forward and backward."""
+        out = block(self.x)
+        out.backward(self.grad)
+        return out
+
+    def measure(self, peers: list[Peer], tell: Callable[[str, int], None]) -> FfnCase:
+        if any(peer.compiled for peer in peers):
+            torch.compiler.reset()  # else it gives up after some shapes
+        results = {peer.name: PeerResult(peer.name) for peer in peers}
+        densities = self.densities()
+        blocks: dict[str, Block] = {}
+        expected: dict[str, Tensor | None] = {}
+
+        def drop(name: str, error: Exception) -> None:
+            blocks.pop(name, None)
+            self.clear()
+            forget(error)
+            if name == EAGER:
+                if not is_out_of_memory(error):
+                    raise error
+                raise UserError(
+                    f"out of memory: eager cannot run {'x'.join(map(str, self.shape))}, "
+                    "smaller --shapes or fewer --layers may fit"
+                )
+            why = str(error) if isinstance(error, Unsupported) else reason(error)
+            results[name] = PeerResult(name, failed=why)
+
+        for i, peer in enumerate(peers):
+            tell(peer.name, i)
+            try:
+                options = Options(self.config.tokens_per_chunk)
+                blocks[peer.name] = peer.build(self.activation, self.layers, options)
+                self.check(results[peer.name], blocks[peer.name], expected)
+                self.measure_memory(results[peer.name], blocks[peer.name])
+            except Exception as error:
+                drop(peer.name, error)
+            finally:
+                self.clear()
+                forget()
+        expected.clear()
+
+        rounds = 0
+
+        def count() -> None:
+            nonlocal rounds
+            rounds += 1
+            tell("rounds", len(peers) + rounds)
+
+        def task(block: Block) -> Task:
+            return Task(lambda _: self.step(block), self.clear)
+
+        times = alternate(
+            {name: task(block) for name, block in blocks.items()},
+            self.device,
+            self.config.repeats,
+            WARMUP,
+            max_seconds=self.config.max_seconds,
+            on_error=drop,
+            on_round=count,
+        )
+        self.clear()
+        for name, seconds in times.items():
+            results[name].rounds = seconds
+            results[name].seconds = Spread.of(seconds)
+        found = list(results.values())
+        return FfnCase(
+            *self.shape, len(self.layers), self.activation, densities, judge(found), found
+        )
+
+    @torch.no_grad()
+    def densities(self) -> list[float]:
+        """By layer, the share of the hidden tensor that is not zero before any rounding."""
+        act = get_activation(self.activation)
+        found = []
+        y = self.x.detach()
+        norm = torch.nn.functional.rms_norm
+        for weights in self.layers:
+            x = norm(y, (y.shape[-1],), eps=1e-6)
+            fires = x @ weights["w_gate" if act.gated else "w_up"].t() > 0
+            if act.relu_up:
+                fires &= x @ weights["w_up"].t() > 0
+            found.append(torch.count_nonzero(fires).item() / fires.numel())
+            del fires
+            y = PEERS[EAGER].build(self.activation, [weights], Options())(y)
+        return found
+
+    def check(self, result: PeerResult, block: Block, expected: dict[str, Tensor | None]) -> None:
+        """One step; its results against those of eager, which is the first peer."""
+        self.clear()
+        out = self.step(block)
+        found = {"output": out.detach()} | {n: leaf.grad for n, leaf in self.leaves().items()}
+        if not expected:
+            expected |= found
+        result.differing = [n for n, value in found.items() if not same_bits(value, expected[n])]
+        result.same_output = "output" not in result.differing
+        result.same_gradients = not set(result.differing) - {"output"}
+
+    def measure_memory(self, result: PeerResult, block: Block) -> None:
+        """What is held between forward and backward, and the peak of a whole step."""
+        self.clear()
+        out, result.kept_bytes = allocated_by(lambda: block(self.x), self.device)
+        del out
+        _, result.peak_bytes = step_peak(self.device, lambda: self.step(block) is None)
+
+
+def make_weights(
+    d_model: int,
+    d_ff: int,
+    activation: str,
+    density: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+) -> Weights:
+    """Weights of one layer for which about ``density`` of the hidden tensor is not zero.
+
+    Feature 0 of the stream is constant, and its weights shift the pre-activations, neuron by
+    neuron (:func:`~bitsparse.bench.inputs.neuron_shifts`); no block adds to it.
+    """
+    act = get_activation(activation)
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(rows: int, cols: int) -> Tensor:
+        return torch.randn(rows, cols, generator=generator, device=device)
+
+    def projection(fires: float | None, seed: int) -> Tensor:
+        weight = normal(d_ff, d_model).mul_((d_model - 1) ** -0.5)
+        weight[:, 0] = 0
+        if fires is not None:
+            weight[:, 0] = neuron_shifts(d_ff, fires, device, seed) / _CONSTANT
+        return weight
+
+    both = density**0.5  # of each, where both have to fire
+    weights = {"w_up": projection(both if act.relu_up else None, seed + 1)}
+    if act.gated:
+        weights["w_gate"] = projection(both if act.relu_up else density, seed + 2)
+    else:
+        weights["w_up"] = projection(density, seed + 1)
+    down = normal(d_model, d_ff) * (_GROWTH / (d_ff * density) ** 0.5)
+    down[0] = 0
+    weights["w_down"] = down
+    return {name: weight.to(dtype).requires_grad_() for name, weight in weights.items()}
+
+
+def judge(results: list[PeerResult]) -> str:
+    """Fill in all ratios; returns the faster one of eager and compile."""
+    eager = results[0]
+    bases = [r for r in results if r.peer in (EAGER, COMPILE) and r.failed is None]
+    best = min(bases, key=lambda r: statistics.median(r.rounds))
+    for r in results:
+        if r.failed is not None:
+            continue
+        ratios = _ratios(r, eager)
+        r.ratio_eager = statistics.median(ratios)
+        quartiles = Spread.of(ratios)
+        r.ratio_eager_quartiles = (quartiles.low, quartiles.high)
+        r.ratio_best = statistics.median(_ratios(r, best))
+        r.peak_ratio_eager = _ratio(r.peak_bytes, eager.peak_bytes)
+        r.peak_ratio_best = _ratio(r.peak_bytes, _smallest(b.peak_bytes for b in bases))
+        r.kept_ratio_eager = _ratio(r.kept_bytes, eager.kept_bytes)
+        r.kept_ratio_best = _ratio(r.kept_bytes, _smallest(b.kept_bytes for b in bases))
+    return best.peer
+
+
+def _ratios(a: PeerResult, b: PeerResult) -> list[float]:
+    return [x / y for x, y in zip(a.rounds, b.rounds, strict=True)]
+
+
+def _smallest(values: Any) -> int | None:
+    return min((v for v in values if v is not None), default=None)
+
+
+def _ratio(value: int | None, base: int | None) -> float | None:
+    return value / base if value is not None and base else None
