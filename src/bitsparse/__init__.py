@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import bitsparse.nn as nn
     from bitsparse.io import TensorFile, TensorInfo, load, save
     from bitsparse.memory import memory_stats, release_workspace
+    from bitsparse.ops.capture import graph_overflows, graph_warmup
     from bitsparse.ops.feed_forward import ffn
     from bitsparse.tensor import BitSparseTensor, compress, decompress
 
@@ -22,6 +23,8 @@ _HOMES = {
     "compress": "bitsparse.tensor",
     "decompress": "bitsparse.tensor",
     "ffn": "bitsparse.ops.feed_forward",
+    "graph_overflows": "bitsparse.ops.capture",
+    "graph_warmup": "bitsparse.ops.capture",
     "load": "bitsparse.io",
     "memory_stats": "bitsparse.memory",
     "release_workspace": "bitsparse.memory",
@@ -36,6 +39,8 @@ __all__ = [
     "compress",
     "decompress",
     "ffn",
+    "graph_overflows",
+    "graph_warmup",
     "load",
     "memory_stats",
     "nn",

@@ -8,8 +8,10 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from bitsparse import codings
 from bitsparse.activations import get_activation
+from bitsparse.ops import fp8
 from bitsparse.ops.feed_forward import (
     KeptReport,
+    check_chunks,
     check_memory_mode,
     feed_forward,
 )
@@ -28,6 +30,11 @@ class FeedForward(nn.Module):
         bias: whether the projections have biases.
         memory: "compressed", "dense" or "checkpoint"; may be changed between steps.
         codec: "fast", "balanced" or "small"; may be changed between steps.
+        precision: None, "fp8" or "fp8_e4m3"; may be changed between steps.
+        storage: None or "fp8" (lossy); may be changed between steps.
+        scaling: of FP8, "tensor" or "row"; may be changed between steps.
+        tokens_per_chunk: None, or how many tokens to work through at a time; see
+            :func:`bitsparse.ffn`; may be changed between steps.
         device: where the parameters are made.
         dtype: dtype of the parameters.
 
@@ -47,6 +54,10 @@ class FeedForward(nn.Module):
         memory: str = "compressed",
         *,
         codec: str = "balanced",
+        precision: str | None = None,
+        storage: str | None = None,
+        scaling: str = "tensor",
+        tokens_per_chunk: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -54,12 +65,19 @@ class FeedForward(nn.Module):
         act = get_activation(activation)
         check_memory_mode(memory)
         codings.check_policy(codec)
+        fp8.check_names(precision, storage, scaling)
+        fp8.check_storage_mode(storage, memory)
+        check_chunks(tokens_per_chunk, memory, precision, storage)
         for name, size in (("d_model", d_model), ("d_ff", d_ff)):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name}: got {size!r}, allowed: a positive integer")
         self.activation = activation
         self.memory = memory
         self.codec = codec
+        self.precision = precision
+        self.storage = storage
+        self.scaling = scaling
+        self.tokens_per_chunk = tokens_per_chunk
         self.kept = None
         self.up = nn.Linear(d_model, d_ff, bias=bias, device=device, dtype=dtype)
         if act.gated:
@@ -74,6 +92,7 @@ class FeedForward(nn.Module):
             # A child that was replaced or patched (an adapter), or that has hooks (its own, global
             # ones), must be called as a module, and may compute something else: plain PyTorch,
             # nothing compressed.
+            fp8.check_plain_children(self.precision, self.storage)
             hidden = act.dense(*(m(x) for m in (gate, self.up) if m is not None))
             return self.down(hidden)  # type: ignore[no-any-return]
         return feed_forward(
@@ -88,13 +107,23 @@ class FeedForward(nn.Module):
             self.memory,
             self.codec,
             self._set_kept,
+            self.precision,
+            self.storage,
+            self.scaling,
+            self.tokens_per_chunk,
         )
 
     def _set_kept(self, kept: KeptReport) -> None:
         self.kept = kept
 
     def extra_repr(self) -> str:
-        return f"activation={self.activation!r}, memory={self.memory!r}, codec={self.codec!r}"
+        parts = f"activation={self.activation!r}, memory={self.memory!r}, codec={self.codec!r}"
+        for name in ("precision", "storage"):
+            if getattr(self, name) is not None:
+                parts += f", {name}={getattr(self, name)!r}, scaling={self.scaling!r}"
+        if self.tokens_per_chunk is not None:
+            parts += f", tokens_per_chunk={self.tokens_per_chunk}"
+        return parts
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -12,7 +12,9 @@ import typer
 
 from bitsparse.activations import ACTIVATIONS
 from bitsparse.codings import POLICIES
+from bitsparse.ops import fp8
 from bitsparse.ops.feed_forward import MEMORY_MODES
+from bitsparse.training.errors import UserError
 from bitsparse.training.model import PRESETS, ModelConfig, Preset, get_preset
 from bitsparse.training.step import DTYPES
 
@@ -23,6 +25,7 @@ def _one_of(names: Iterable[str]) -> str:
 
 MODEL = "Model"
 DATA = "Data"
+FP8 = "FP8"
 
 PresetOption = Annotated[
     str | None,
@@ -39,6 +42,28 @@ CodecOption = Annotated[
     str,
     typer.Option(
         help="How compressed blocks code what they keep: speed against size. " + _one_of(POLICIES)
+    ),
+]
+PrecisionOption = Annotated[
+    str | None,
+    typer.Option(
+        help="FP8 for the products of feed-forward blocks, with --dtype bfloat16. "
+        + _one_of(fp8.PRECISIONS),
+        rich_help_panel=FP8,
+    ),
+]
+StorageOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Round what compressed blocks keep; lossy. " + _one_of(fp8.STORAGES),
+        rich_help_panel=FP8,
+    ),
+]
+ScalingOption = Annotated[
+    str | None,
+    typer.Option(
+        help=f"What has a scale of its own. {_one_of(fp8.SCALINGS)} (default: tensor)",
+        rich_help_panel=FP8,
     ),
 ]
 LayersOption = Annotated[int | None, typer.Option(help="Layers.", rich_help_panel=MODEL)]
@@ -95,9 +120,18 @@ def choose_preset(preset: str | None, device: torch.device) -> Preset:
     return get_preset(preset or ("gpt2" if device.type == "cuda" else "tiny"))
 
 
-def choose_dtype(dtype: str | None, device: torch.device) -> str:
-    """The precision asked for, or the one for this device."""
-    return dtype or ("bfloat16" if device.type == "cuda" else "float32")
+def choose_dtype(dtype: str | None, device: torch.device, precision: str | None = None) -> str:
+    """The precision asked for, or the one for this device, or for FP8.
+
+    Raises:
+        UserError: one that FP8 cannot be had with.
+    """
+    if precision is not None and dtype not in (None, "bfloat16"):
+        raise UserError(
+            f"--dtype: got {dtype!r} with --precision {precision}, allowed: bfloat16 (the default)"
+        )
+    fast = device.type == "cuda" or precision is not None
+    return dtype or ("bfloat16" if fast else "float32")
 
 
 def choose_model(
@@ -109,8 +143,19 @@ def choose_model(
     d_ff: int | None,
     seq_len: int | None,
     tied: bool,
+    precision: str | None = None,
+    storage: str | None = None,
+    scaling: str | None = None,
 ) -> ModelConfig:
     """The preset's model, with what was given on the command line in its place."""
     given = {"layers": layers, "d_model": d_model, "heads": heads, "d_ff": d_ff, "seq_len": seq_len}
     changes = {name: value for name, value in given.items() if value is not None}
-    return replace(preset.model, activation=activation, tied=tied, **changes)
+    return replace(
+        preset.model,
+        activation=activation,
+        tied=tied,
+        precision=precision,
+        storage=storage,
+        scaling=scaling,
+        **changes,
+    )

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bitsparse.cli import options as o
 from bitsparse.training.checkpoint import FILE_NAME
+from bitsparse.training.errors import UserError
 from bitsparse.training.step import be_deterministic, get_device
 from bitsparse.training.train import Progress as StepProgress
 from bitsparse.training.train import TrainConfig
@@ -31,6 +32,9 @@ def train(
     weight_decay: Annotated[float, typer.Option(help="On matrices.")] = 0.1,
     grad_clip: Annotated[float, typer.Option(help="Largest gradient norm; 0: none.")] = 1.0,
     dtype: o.DtypeOption = None,
+    precision: o.PrecisionOption = None,
+    storage: o.StorageOption = None,
+    scaling: o.ScalingOption = None,
     device: o.DeviceOption = None,
     seed: o.SeedOption = 0,
     layers: o.LayersOption = None,
@@ -65,16 +69,33 @@ def train(
     """Train a small language model; a run can be stopped at any moment and resumed exactly."""
     be_deterministic()
     chosen_device = get_device(device)
+    if storage is not None and memory != "compressed":
+        raise UserError(
+            f"--storage: got {storage!r} with --memory {memory}, which keeps nothing that could be "
+            "rounded; allowed with: --memory compressed"
+        )
     base = o.choose_preset(preset, chosen_device)
     config = TrainConfig(
-        model=o.choose_model(base, activation, layers, d_model, heads, d_ff, seq_len, tied),
+        model=o.choose_model(
+            base,
+            activation,
+            layers,
+            d_model,
+            heads,
+            d_ff,
+            seq_len,
+            tied,
+            precision,
+            storage,
+            scaling,
+        ),
         output_dir=output_dir,
         data=data or [],
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         memory=memory,
         codec=codec,
-        dtype=o.choose_dtype(dtype, chosen_device),
+        dtype=o.choose_dtype(dtype, chosen_device, precision),
         device=str(chosen_device),
         seed=seed,
         steps=steps,

@@ -55,6 +55,10 @@ def ffn(
     b_gate: Tensor | None = None,
     memory: str = "compressed",
     codec: str = "balanced",
+    precision: str | None = None,
+    storage: str | None = None,
+    scaling: str = "tensor",
+    tokens_per_chunk: int | None = None,
 ) -> Tensor:
     """A feed-forward block, ``down(activation(up(x)))``, differentiable once.
 
@@ -76,6 +80,15 @@ def ffn(
             values of the nonzeros), "dense" (plain PyTorch), "checkpoint" (nothing: recomputed).
         codec: how positions and values are coded with ``memory="compressed"``: "fast", "balanced"
             or "small", see :func:`bitsparse.compress`. Speed and size depend on it, results do not.
+        precision: None: matrix products in the dtype of ``x``. In FP8, for bfloat16 (or autocast to
+            it): "fp8" (e4m3, gradients e5m2) or "fp8_e4m3" (gradients too). Every memory mode has
+            the same bits as ``memory="dense"`` with that precision.
+        storage: None: what is kept has every bit. "fp8" (``memory="compressed"``): values are
+            rounded to e4m3; lossy. The output is the same, gradients are approximate.
+        scaling: of FP8: one scale a "tensor", or one a "row".
+        tokens_per_chunk: None, or how many tokens to work through at a time, best a multiple of 64
+            (``memory="compressed"``): no temporary tensor is larger than two chunks. Gradients of
+            weights are then added up in float32 from chunk to chunk, to other bits.
 
     Returns:
         ``[..., d_model]``.
@@ -86,14 +99,37 @@ def ffn(
             not fit.
     """
     return feed_forward(
-        x, w_up, w_down, get_activation(activation), w_gate, b_up, b_down, b_gate, memory, codec
-    )
+        x, w_up, w_down, get_activation(activation), w_gate, b_up, b_down, b_gate, memory, codec,
+        precision=precision, storage=storage, scaling=scaling, tokens_per_chunk=tokens_per_chunk,
+    )  # fmt: skip
 
 
 def check_memory_mode(memory: str) -> None:
     """Raise ValueError unless ``memory`` is one of ``MEMORY_MODES``."""
     if memory not in MEMORY_MODES:
         raise ValueError(f"memory: got {memory!r}, allowed: {', '.join(map(repr, MEMORY_MODES))}")
+
+
+def check_chunks(
+    tokens_per_chunk: int | None, memory: str, precision: str | None, storage: str | None
+) -> None:
+    """Raise ValueError unless ``tokens_per_chunk`` is None, or a positive integer that goes
+    together with the other arguments."""
+    if tokens_per_chunk is None:
+        return
+    is_integer = isinstance(tokens_per_chunk, int) and not isinstance(tokens_per_chunk, bool)
+    if not is_integer or tokens_per_chunk < 1:
+        raise ValueError(
+            f"tokens_per_chunk: got {tokens_per_chunk!r}, allowed: None, a positive integer"
+        )
+    others = {"memory": (memory, "compressed"), "precision": (precision, None)}
+    others["storage"] = (storage, None)
+    for name, (got, allowed) in others.items():
+        if got != allowed:
+            raise ValueError(
+                f"tokens_per_chunk: got {tokens_per_chunk} with {name}={got!r}; "
+                f"allowed: None, or {name}={allowed!r}"
+            )
 
 
 def feed_forward(
@@ -108,11 +144,25 @@ def feed_forward(
     memory: str,
     codec: str,
     report: Callable[[KeptReport], None] | None = None,
+    precision: str | None = None,
+    storage: str | None = None,
+    scaling: str = "tensor",
+    tokens_per_chunk: int | None = None,
 ) -> Tensor:
     """:func:`ffn`; ``report`` is told what a compressed forward pass keeps."""
+    from bitsparse.ops import fp8  # here: it imports this module
+
     check_memory_mode(memory)
     codings.check_policy(codec)
+    fp8.check_names(precision, storage, scaling)
+    fp8.check_storage_mode(storage, memory)
+    check_chunks(tokens_per_chunk, memory, precision, storage)
     _check_arguments(x, w_up, w_down, activation, w_gate, b_up, b_down, b_gate, memory)
+    if precision is not None:
+        return fp8.fp8_feed_forward(
+            x, w_up, w_down, activation, w_gate, b_up, b_down, b_gate, memory, codec,
+            precision, scaling, report,
+        )  # fmt: skip
 
     def dense(*tensors: Tensor | None) -> Tensor:
         x, w_up, w_down, w_gate, b_up, b_down, b_gate = tensors
@@ -125,10 +175,16 @@ def feed_forward(
     # its weight gradient is an outer product, where PyTorch's sign of zero depends on -0.0 inputs.
     wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     tokens = x.numel() // max(x.shape[-1], 1)
+    if tokens_per_chunk is not None and 0 < w_up.shape[0] and tokens_per_chunk < tokens:
+        return _in_chunks(*tensors, activation, codec, report, tokens_per_chunk, wants_grad)
     if memory == "dense" or not wants_grad or tokens <= 1 or w_up.shape[0] == 0:
         return dense(*tensors)
     if memory == "checkpoint":
         return checkpoint(dense, *tensors, use_reentrant=False)  # type: ignore[no-any-return]
+    if storage is not None:
+        return fp8.stored_feed_forward(
+            x, w_up, w_down, activation, w_gate, b_up, b_down, b_gate, codec, scaling, report
+        )
     run = _compressed_uncompiled if torch.compiler.is_compiling() else _compressed
     return run(*tensors, activation, codec, report)
 
@@ -161,10 +217,11 @@ def _compressed(
     codec: str,
     report: Callable[[KeptReport], None] | None,
 ) -> Tensor:
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "memory: got 'compressed' inside CUDA graph capture, where the size of the compressed "
-            "storage cannot be waited for; allowed: 'dense', 'checkpoint'"
+    from bitsparse.ops import capture  # here: it imports this module
+
+    if capture.applies(x):
+        return capture.fixed(
+            x, w_up, w_down, w_gate, b_up, b_down, b_gate, activation, codec, report
         )
     gate, up = _project(x, w_up, activation, w_gate, b_up, b_gate)
     if gate.dtype not in dtypes.COMPUTE_DTYPES:
@@ -182,6 +239,13 @@ def _compressed(
         gate, up, w_down, b_down, activation, fp32_math, codec, report
     )
     return out
+
+
+def _in_chunks(*arguments: Any) -> Tensor:
+    from bitsparse.ops import chunked  # here: it imports this module
+
+    run = chunked.chunked_uncompiled if torch.compiler.is_compiling() else chunked.chunked
+    return run(*arguments)
 
 
 # torch.compile runs this part eagerly, between two compiled graphs. (Unlike the public

@@ -10,12 +10,13 @@ from torch.nn import functional as F
 
 from bitsparse.activations import ACTIVATIONS, get_activation
 from bitsparse.nn import FeedForward
+from bitsparse.ops import fp8
 from bitsparse.training.errors import UserError, check_at_least, check_choice
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a model. What is computed does not depend on the memory mode: it is not in here."""
+    """A model: its sizes, and what else the losses depend on; the memory mode is not in here."""
 
     vocab_size: int = 256
     layers: int = 4
@@ -28,6 +29,12 @@ class ModelConfig:
     activation: str = "relu2"
     tied: bool = False
     """Whether the output projection is the embedding matrix."""
+    precision: str | None = None
+    """FP8 for the feed-forward blocks: "fp8" or "fp8_e4m3"."""
+    storage: str | None = None
+    """What compressed blocks round the values that they keep to: "fp8", lossy."""
+    scaling: str | None = None
+    """Of FP8: "tensor" (also where None) or "row"."""
 
     def check(self) -> None:
         """Raise UserError for a value that is not allowed."""
@@ -36,6 +43,10 @@ class ModelConfig:
             check_at_least("--" + name.replace("_", "-"), getattr(self, name), 1)
         if self.d_ff is not None:
             check_at_least("--d-ff", self.d_ff, 1)
+        try:
+            fp8.check_names(self.precision, self.storage, self.scaling or "tensor")
+        except ValueError as error:
+            raise UserError(f"--{error}") from None
         if self.d_model % (2 * self.heads):
             raise UserError(
                 f"--heads: got {self.heads} with --d-model {self.d_model}, "
@@ -115,6 +126,10 @@ class Block(nn.Module):
             activation=config.activation,
             memory=memory,
             codec=codec,
+            precision=config.precision,
+            # Of several modes side by side one keeps something that can be rounded.
+            storage=config.storage if memory == "compressed" else None,
+            scaling=config.scaling or "tensor",
         )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

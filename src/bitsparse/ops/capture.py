@@ -1,0 +1,420 @@
+"""The compressed feed-forward block inside CUDA graphs: buffers of a size that is fixed beforehand.
+
+In a graph nothing can wait for the exact size. So the largest counts that warm-up steps have seen,
+and some slack, say how large the buffers are and which codings are used. Whether a tensor fits is
+found out on the device. If it does not, its masks and offset tables are set to zero before anything
+is encoded, so that nothing is; and backward computes the layer's activations again from its input,
+as activation checkpointing does. That may cost time, and never a value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.weak import WeakIdKeyDictionary
+
+from bitsparse import codings, dtypes, layout, memory
+from bitsparse.activations import Activation
+from bitsparse.backends import Kept, backend_for, recompute
+from bitsparse.backends.base import BUCKETS, ESCAPES, NNZ, UP_BUCKETS, count_rows
+from bitsparse.codings import Choice, Counts, Stream, StreamCounts
+from bitsparse.codings.exponent import FIELDS
+from bitsparse.layout import BUCKET, GROUP, TILE
+from bitsparse.ops.feed_forward import (
+    KeptReport,
+    _as_autocast_would,
+    _linear_flattens,
+    _NotTwice,
+)
+from bitsparse.ops.parts import take_apart
+
+_SPARE = 1024  # added to every capacity: small counts vary more
+_BUCKET_BYTES = TILE // BUCKET + TILE // GROUP  # of a tile, at most
+
+_lock = threading.Lock()
+_slack: float | None = None  # while warming up
+_rehearsing = False
+_in_graphs: list[tuple[Tensor, Tensor]] = []
+"""Limits and counters that captured graphs read and write, as long as the process lives: a graph
+holds no references, and a limit that is no longer there would let it write past its buffers."""
+_records: Any = WeakIdKeyDictionary()
+"""For each down projection's weight, and then for each kind of call, what warm-up has found."""
+
+
+@contextlib.contextmanager
+def graph_warmup(slack: float = 1.25) -> Iterator[None]:
+    """Run warm-up steps in this context before a CUDA graph is captured.
+
+    Blocks with ``memory="compressed"`` then learn how large their buffers must be inside a graph:
+    the largest counts of these steps times ``slack``. They do just what they will do in the graph,
+    so that all kernels are compiled; gradients are exact. Steps take longer than usual, because the
+    host waits for the counts. ::
+
+        with bitsparse.graph_warmup():
+            for _ in range(3):
+                step()
+        with torch.cuda.graph(graph):
+            step()
+
+    In all threads. Run it again, and capture again, when activations have become denser.
+
+    Args:
+        slack: at least 1. What does not fit is computed again in backward, see
+            :func:`graph_overflows`.
+
+    Raises:
+        ValueError: ``slack`` is not a number of at least 1.
+    """
+    global _slack
+    if not isinstance(slack, (int, float)) or not slack >= 1:
+        raise ValueError(f"slack: got {slack!r}, allowed: a number of at least 1")
+    before, _slack = _slack, float(slack)
+    try:
+        yield
+    finally:
+        _slack = before
+
+
+def graph_overflows(reset: bool = False) -> int:
+    """How many times a block in a CUDA graph did not fit its buffers, and was computed again.
+
+    Counted over all blocks, on their devices, for which this call waits. Results are right all the
+    same; a number that grows step by step says that warming up and capturing again, or more slack,
+    would save time.
+
+    Args:
+        reset: start again at 0.
+    """
+    with _lock:
+        counters = [r.overflows for kinds in _records.values() for r in kinds.values()]
+    total = sum(int(c) for c in counters)
+    if reset:
+        for counter in counters:
+            counter.zero_()
+    return total
+
+
+@contextlib.contextmanager
+def rehearsal() -> Iterator[None]:
+    """Do as inside a CUDA graph, on any device and without one: for tests and comparisons."""
+    global _rehearsing
+    before, _rehearsing = _rehearsing, True
+    try:
+        yield
+    finally:
+        _rehearsing = before
+
+
+def applies(x: Tensor) -> bool:
+    """Whether a block is to use buffers of fixed sizes now."""
+    return _slack is not None or _in_graph(x)
+
+
+def _in_graph(x: Tensor) -> bool:
+    return _rehearsing or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+class _Kind(NamedTuple):
+    """What must be equal for what was learned to be of use."""
+
+    geometry: layout.Geometry
+    dtype: torch.dtype
+    device: torch.device
+    activation: Activation
+    codec: str
+    only_positions: bool
+
+
+class _Record:
+    """What warm-up has found out about one kind of call, and what follows for a graph."""
+
+    def __init__(self, kind: _Kind) -> None:
+        self.kind = kind
+        self.overflows = torch.zeros((), dtype=torch.int64, device=kind.device)
+        self.seen: Counts | None = None
+        self.capacity: Counts | None = None
+        self.choice: Choice | None = None
+        self.limits = self.overflows
+
+    def learn(self, counts: Counts, slack: float) -> None:
+        """Make room for ``counts`` too."""
+        if self.kind.only_positions:
+            counts = replace(counts, streams=())
+        self.seen = counts if self.seen is None else _largest(self.seen, counts)
+        self.set(_with_slack(self.seen, slack))
+
+    def set(self, capacity: Counts) -> None:
+        """Buffers of these sizes, and the codings that suit them best."""
+        self.capacity, self.choice = capacity, _choose(capacity, self.kind.codec)
+        limits = _limits(self.kind, capacity, self.choice)
+        self.limits = torch.tensor(limits, dtype=torch.int64, device=self.overflows.device)
+
+
+def _largest(a: Counts, b: Counts) -> Counts:
+    streams = tuple(
+        StreamCounts(
+            s.any_sign or t.any_sign, {k: max(n, t.escapes[k]) for k, n in s.escapes.items()}
+        )
+        for s, t in zip(a.streams, b.streams, strict=True)
+    )
+    buckets = tuple(map(max, a.bucket_bytes, b.bucket_bytes))
+    return replace(a, nnz=max(a.nnz, b.nnz), bucket_bytes=buckets, streams=streams)
+
+
+def _with_slack(counts: Counts, slack: float) -> Counts:
+    def more(count: int, most: int) -> int:
+        return min(int(count * slack) + _SPARE, most)
+
+    nnz = more(counts.nnz, counts.geometry.numel)
+    return replace(
+        counts,
+        nnz=nnz,
+        bucket_bytes=tuple(
+            more(n, counts.geometry.tiles * _BUCKET_BYTES) for n in counts.bucket_bytes
+        ),
+        streams=tuple(
+            replace(s, escapes={k: more(n, nnz) for k, n in s.escapes.items()})
+            for s in counts.streams
+        ),
+    )
+
+
+def _choose(capacity: Counts, codec: str) -> Choice:
+    """As without a graph, but no full masks: they fit nothing but tensors without any zero."""
+    flat = codings.choose(capacity, codec, support="flat")
+    if codec == "fast":
+        return flat
+    bucketed = codings.choose(capacity, codec, support="bucketed")
+    tolerance = 1.05 if codec == "balanced" else 1.0
+    return bucketed if bucketed.nbytes * tolerance < flat.nbytes else flat
+
+
+def _limits(kind: _Kind, capacity: Counts, choice: Choice) -> list[int]:
+    """What each of a survey's totals may be at most, in their order."""
+    activation = kind.activation
+    statistics = codings.needs_statistics(kind.codec)
+    count = count_rows(1 + activation.gated, 1 + activation.relu_up, statistics)
+    anything = 2**62
+    signs = [0 if not coding.signed else 1 for coding in choice.values]
+    rows = {NNZ: capacity.nnz}
+    if choice.support.name == "bucketed":
+        rows.update(zip((BUCKETS, UP_BUCKETS), capacity.bucket_bytes, strict=False))
+    for i, coding in enumerate(choice.values):
+        if coding.field:
+            row = ESCAPES + i * len(FIELDS) + FIELDS.index(coding.field)
+            rows[row] = capacity.streams[i].escapes[coding.field]
+    return [*signs, *[1] * (2 - len(signs)), *(rows.get(r, anything) for r in range(count))]
+
+
+def _record(weight: Tensor, kind: _Kind, capturing: bool) -> _Record:
+    with _lock:
+        kinds = _records.get(weight, {})
+        found: _Record | None = kinds.get(kind)
+        if found is None and not capturing:
+            found = _Record(kind)
+            _records[weight] = {**kinds, kind: found}
+    if found is None or (capturing and found.capacity is None):
+        raise RuntimeError(
+            "memory: got 'compressed' inside CUDA graph capture, where the size of the compressed "
+            f"storage cannot be waited for, and no warm-up of {kind.activation.name!r} for "
+            f"{kind.geometry.rows} tokens with these weights and this codec has fixed it; allowed: "
+            "warm-up steps in `with bitsparse.graph_warmup():` first, or memory='dense', "
+            "'checkpoint'"
+        )
+    return found
+
+
+def fixed(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    w_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    b_gate: Tensor | None,
+    activation: Activation,
+    codec: str,
+    report: Callable[[KeptReport], None] | None,
+) -> Tensor:
+    """The block with ``memory="compressed"`` and buffers of fixed sizes."""
+    owner = w_down
+    x_up = x
+    if torch.is_autocast_enabled(x.device.type):
+        # As autocast does it: parameters are cast once, others for every use.
+        x_up = x.to(torch.get_autocast_dtype(x.device.type))
+        once = not activation.gated or (x.is_leaf and x.requires_grad)
+        x = x_up if once else x.to(x_up.dtype)
+        w_up, w_down = _as_autocast_would(w_up), _as_autocast_would(w_down)
+        w_gate, b_up, b_down, b_gate = (
+            None if t is None else _as_autocast_would(t) for t in (w_gate, b_up, b_down, b_gate)
+        )
+    up: Tensor | None = None
+    second: tuple[Tensor | None, Tensor | None] = (None, None)
+    if activation.gated:
+        assert w_gate is not None
+        first, second = (w_gate, b_gate), (w_up, b_up)
+        gate = F.linear(x, *first)
+        up = F.linear(x_up, w_up, b_up)
+    else:
+        first = (w_up, b_up)
+        gate = F.linear(x, *first)
+    if gate.dtype not in dtypes.COMPUTE_DTYPES:
+        raise TypeError(
+            f"x: the hidden activations are {gate.dtype}; memory='compressed' allows: "
+            f"{dtypes.names(dtypes.COMPUTE_DTYPES)}"
+        )
+    fp32_math = activation.squared and torch.square(gate.new_empty(0)).dtype != gate.dtype
+    record = None
+    if w_down.requires_grad or gate.requires_grad or (up is not None and up.requires_grad):
+        only_positions = activation.plain and not w_down.requires_grad
+        geometry = layout.geometry(gate.shape)
+        kind = _Kind(geometry, gate.dtype, gate.device, activation, codec, only_positions)
+        record = _record(owner, kind, _in_graph(gate))
+    inputs = [None if t is None else t.detach() for t in (x, *first, *second)]
+    out: Tensor = _Fixed.apply(
+        gate, up, w_down, b_down, *inputs, activation, fp32_math, record, report
+    )
+    return out
+
+
+class _Meta(NamedTuple):
+    activation: Activation
+    fp32_math: bool
+    restore: Callable[..., Kept]
+    numel: int
+    d_ff: int
+    dtype: torch.dtype
+    row_major: bool
+
+
+class _Fixed(torch.autograd.Function):
+    """``linear(activation(gate, up), w_down, b_down)``; consumes ``gate`` and ``up``.
+
+    What it keeps has a size that does not depend on values; besides, it keeps what ``gate`` and
+    ``up`` are computed from, in case they do not fit.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate: Tensor,
+        up: Tensor | None,
+        w_down: Tensor,
+        b_down: Tensor | None,
+        x: Tensor,
+        w_gate: Tensor,
+        b_gate: Tensor | None,
+        w_up: Tensor | None,
+        b_up: Tensor | None,
+        activation: Activation,
+        fp32_math: bool,
+        record: _Record | None,
+        report: Callable[[KeptReport], None] | None,
+    ) -> Tensor:
+        need_input = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        ctx.meta = None
+        ctx.bias_shape = None if b_down is None else b_down.shape
+        if record is None:
+            ctx.save_for_backward()
+            return F.linear(activation.dense(gate, up).to(gate.dtype), w_down, b_down)
+
+        geometry, capturing = record.kind.geometry, _in_graph(gate)
+        gate = gate.contiguous()
+        up = None if up is None else up.contiguous()
+        backend = backend_for(gate.device)
+        statistics = codings.needs_statistics(record.kind.codec)
+        hidden, survey = backend.activate(geometry, activation, gate, up, fp32_math, statistics)
+        out = F.linear(hidden, w_down, b_down)
+        del hidden
+        if not capturing and _slack is not None:
+            counts = survey.counts(survey.totals.tolist())
+            record.learn(counts, _slack)
+        if capturing and not _rehearsing:
+            _in_graphs.append((record.limits, record.overflows))
+        capacity, choice = record.capacity, record.choice
+        assert capacity is not None and choice is not None
+        fits = (survey.totals <= record.limits).all()
+        record.overflows += ~fits
+        # What does not fit is an empty tensor from here on: nothing is written.
+        for positions in (survey.words, survey.up_words, survey.tables):
+            if positions is not None:
+                positions *= fits
+        sources = [(gate, True), (up, activation.relu_up)]
+        streams: list[Stream | None] = [
+            backend.encode_values(coding, survey, capacity, source, i, relu)
+            for i, (coding, (source, relu)) in enumerate(zip(choice.values, sources, strict=False))
+            if source is not None
+        ]
+        kept = Kept(backend.encode_support(choice.support, survey, capacity), gate.dtype, *streams)
+        tensors, restore = take_apart(kept)
+        dense_bytes = gate.nbytes * (1 if up is None else 2)
+        memory.track_live(tensors, dense_bytes)
+        if report is not None:
+            kept_bytes = memory.storage_bytes(tensors)
+            report(KeptReport(capacity.nnz, gate.numel(), kept_bytes, dense_bytes))
+        ctx.save_for_backward(
+            w_down if need_input else None, fits, x, w_gate, b_gate, w_up, b_up, *tensors
+        )
+        ctx.meta = _Meta(
+            activation,
+            fp32_math,
+            restore,
+            geometry.numel,
+            gate.shape[-1],
+            gate.dtype,
+            w_down.stride() == (w_down.shape[1], 1),
+        )
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            grads = _Fixed._backward(ctx, grad_out)
+        if torch.is_grad_enabled():  # create_graph=True: fail if these gradients are differentiated
+            grads = tuple(g if g is None else _NotTwice.apply(g.requires_grad_()) for g in grads)
+        return (*grads, *[None] * 10)
+
+    @staticmethod
+    def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        need_gate, need_up, need_weight, need_bias, *_ = ctx.needs_input_grad
+        grad_gate = grad_up = grad_weight = grad_bias = None
+        grad_2d = grad_out.reshape(-1, grad_out.shape[-1])
+        if need_bias:
+            flattened = grad_out.dim() <= 3 or _linear_flattens(grad_out.device.type)
+            flat = grad_2d if flattened else grad_out
+            grad_bias = flat.sum_to_size(ctx.bias_shape)
+        meta: _Meta | None = ctx.meta
+        if meta is not None:
+            w_down, fits, x, w_gate, b_gate, w_up, b_up, *tensors = ctx.saved_tensors
+            kept = meta.restore(tensors)
+            inputs = recompute.Inputs(x.reshape(-1, x.shape[-1]), w_gate, b_gate, w_up, b_up)
+            backend = backend_for(grad_out.device)
+            call = (backend, fits, meta.activation, inputs, meta.fp32_math)
+            # One buffer: the hidden tensor, then its gradient, then the pre-activation's.
+            buffer = torch.empty(meta.numel, dtype=meta.dtype, device=grad_out.device)
+            rows = buffer.view(-1, meta.d_ff)
+            if need_weight:
+                backend.hidden(meta.activation, kept, meta.fp32_math, out=buffer)
+                recompute.hidden(*call, out=buffer)
+                # The product and its order decide the bits: as PyTorch chooses by the strides.
+                if meta.row_major:
+                    grad_weight = grad_2d.t().mm(rows)
+                else:
+                    grad_weight = rows.t().mm(grad_2d).t()
+            if need_gate or need_up:
+                torch.mm(grad_2d, w_down, out=rows)
+                grad_gate, grad_up = backend.gradient(
+                    meta.activation, kept, buffer, meta.fp32_math, need_gate, need_up
+                )
+                recompute.gradient(*call, grad_2d, w_down, grad_gate, grad_up)
+                shape = (*grad_out.shape[:-1], meta.d_ff)
+                grad_gate = None if grad_gate is None else grad_gate.view(shape)
+                grad_up = None if grad_up is None else grad_up.view(shape)
+        return grad_gate, grad_up, grad_weight, grad_bias
