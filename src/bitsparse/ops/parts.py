@@ -19,7 +19,12 @@ from bitsparse.codings import Mask, Stream
 def take_apart(kept: Kept) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Kept]]:
     """The tensors of ``kept``, and a function that makes it again from them."""
     tensors: list[Tensor] = []
-    bare = _replace(kept, Tensor, lambda t: (tensors.append(t), _Place(len(tensors) - 1))[1])
+
+    def take(tensor: Tensor) -> _Place:
+        tensors.append(tensor)
+        return _Place(len(tensors) - 1)
+
+    bare = _replace(kept, Tensor, take)
 
     def restore(tensors: Sequence[Tensor]) -> Kept:
         return _replace(bare, _Place, lambda place: tensors[place])  # type: ignore[no-any-return]
