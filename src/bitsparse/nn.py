@@ -6,15 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from bitsparse import codings
 from bitsparse.activations import get_activation
 from bitsparse.ops import fp8
-from bitsparse.ops.feed_forward import (
-    KeptReport,
-    check_chunks,
-    check_memory_mode,
-    feed_forward,
-)
+from bitsparse.ops.block import KeptReport
+from bitsparse.ops.feed_forward import check_options, feed_forward
 
 
 class FeedForward(nn.Module):
@@ -63,11 +58,7 @@ class FeedForward(nn.Module):
     ) -> None:
         super().__init__()
         act = get_activation(activation)
-        check_memory_mode(memory)
-        codings.check_policy(codec)
-        fp8.check_names(precision, storage, scaling)
-        fp8.check_storage_mode(storage, memory)
-        check_chunks(tokens_per_chunk, memory, precision, storage)
+        check_options(memory, codec, precision, storage, scaling, tokens_per_chunk)
         for name, size in (("d_model", d_model), ("d_ff", d_ff)):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name}: got {size!r}, allowed: a positive integer")

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,20 +21,29 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
-from bitsparse import codings, dtypes, layout, memory
+from bitsparse import codings, layout
 from bitsparse.activations import Activation
-from bitsparse.backends import Kept, backend_for, recompute
+from bitsparse.backends import backend_for, recompute
 from bitsparse.backends.base import BUCKETS, ESCAPES, NNZ, UP_BUCKETS, count_rows
-from bitsparse.codings import Choice, Counts, Stream, StreamCounts
+from bitsparse.codings import Choice, Counts, StreamCounts
 from bitsparse.codings.exponent import FIELDS
 from bitsparse.layout import BUCKET, GROUP, TILE
-from bitsparse.ops.feed_forward import (
-    KeptReport,
-    _as_autocast_would,
-    _linear_flattens,
-    _NotTwice,
+from bitsparse.ops.block import (
+    Down,
+    Recomputation,
+    Report,
+    Tensors,
+    account,
+    bias_gradient,
+    check_hidden_dtype,
+    dense_nbytes,
+    down_gradients,
+    encode,
+    once,
+    rounds_to_float32,
+    row_major,
+    take_apart,
 )
-from bitsparse.ops.parts import take_apart
 
 _SPARE = 1024  # added to every capacity: small counts vary more
 _BUCKET_BYTES = TILE // BUCKET + TILE // GROUP  # of a tile, at most
@@ -231,30 +241,17 @@ def _record(weight: Tensor, kind: _Kind, capturing: bool) -> _Record:
     return found
 
 
-def fixed(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    w_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    b_gate: Tensor | None,
-    activation: Activation,
-    codec: str,
-    report: Callable[[KeptReport], None] | None,
-) -> Tensor:
+def fixed(t: Tensors, activation: Activation, codec: str, report: Report | None) -> Tensor:
     """The block with ``memory="compressed"`` and buffers of fixed sizes."""
-    owner = w_down
-    x_up = x
+    x = x_up = t.x
+    owner = t.w_down
     if torch.is_autocast_enabled(x.device.type):
         # As autocast does it: parameters are cast once, others for every use.
         x_up = x.to(torch.get_autocast_dtype(x.device.type))
-        once = not activation.gated or (x.is_leaf and x.requires_grad)
-        x = x_up if once else x.to(x_up.dtype)
-        w_up, w_down = _as_autocast_would(w_up), _as_autocast_would(w_down)
-        w_gate, b_up, b_down, b_gate = (
-            None if t is None else _as_autocast_would(t) for t in (w_gate, b_up, b_down, b_gate)
-        )
+        once_only = not activation.gated or (x.is_leaf and x.requires_grad)
+        x = x_up if once_only else x.to(x_up.dtype)
+        t = t.with_cast_parameters()
+    _, w_up, w_down, w_gate, b_up, b_down, b_gate = t
     up: Tensor | None = None
     second: tuple[Tensor | None, Tensor | None] = (None, None)
     if activation.gated:
@@ -265,12 +262,8 @@ def fixed(
     else:
         first = (w_up, b_up)
         gate = F.linear(x, *first)
-    if gate.dtype not in dtypes.COMPUTE_DTYPES:
-        raise TypeError(
-            f"x: the hidden activations are {gate.dtype}; memory='compressed' allows: "
-            f"{dtypes.names(dtypes.COMPUTE_DTYPES)}"
-        )
-    fp32_math = activation.squared and torch.square(gate.new_empty(0)).dtype != gate.dtype
+    check_hidden_dtype(gate.dtype)
+    fp32_math = rounds_to_float32(activation, gate)
     record = None
     if w_down.requires_grad or gate.requires_grad or (up is not None and up.requires_grad):
         only_positions = activation.plain and not w_down.requires_grad
@@ -282,16 +275,6 @@ def fixed(
         gate, up, w_down, b_down, *inputs, activation, fp32_math, record, report
     )
     return out
-
-
-class _Meta(NamedTuple):
-    activation: Activation
-    fp32_math: bool
-    restore: Callable[..., Kept]
-    numel: int
-    d_ff: int
-    dtype: torch.dtype
-    row_major: bool
 
 
 class _Fixed(torch.autograd.Function):
@@ -316,10 +299,10 @@ class _Fixed(torch.autograd.Function):
         activation: Activation,
         fp32_math: bool,
         record: _Record | None,
-        report: Callable[[KeptReport], None] | None,
+        report: Report | None,
     ) -> Tensor:
         need_input = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        ctx.meta = None
+        ctx.down = None
         ctx.bias_shape = None if b_down is None else b_down.shape
         if record is None:
             ctx.save_for_backward()
@@ -346,75 +329,36 @@ class _Fixed(torch.autograd.Function):
         for positions in (survey.words, survey.up_words, survey.tables):
             if positions is not None:
                 positions *= fits
-        sources = [(gate, True), (up, activation.relu_up)]
-        streams: list[Stream | None] = [
-            backend.encode_values(coding, survey, capacity, source, i, relu)
-            for i, (coding, (source, relu)) in enumerate(zip(choice.values, sources, strict=False))
-            if source is not None
-        ]
-        kept = Kept(backend.encode_support(choice.support, survey, capacity), gate.dtype, *streams)
+        kept = encode(activation, survey, capacity, choice, gate, up)
         tensors, restore = take_apart(kept)
-        dense_bytes = gate.nbytes * (1 if up is None else 2)
-        memory.track_live(tensors, dense_bytes)
-        if report is not None:
-            kept_bytes = memory.storage_bytes(tensors)
-            report(KeptReport(capacity.nnz, gate.numel(), kept_bytes, dense_bytes))
+        account(tensors, capacity.nnz, gate.numel(), dense_nbytes(gate, up), report)
         ctx.save_for_backward(
             w_down if need_input else None, fits, x, w_gate, b_gate, w_up, b_up, *tensors
         )
-        ctx.meta = _Meta(
-            activation,
-            fp32_math,
-            restore,
-            geometry.numel,
-            gate.shape[-1],
-            gate.dtype,
-            w_down.stride() == (w_down.shape[1], 1),
-        )
+        ctx.down = Down(activation, fp32_math, restore, gate.shape[-1], row_major(w_down))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.no_grad():
-            grads = _Fixed._backward(ctx, grad_out)
-        if torch.is_grad_enabled():  # create_graph=True: fail if these gradients are differentiated
-            grads = tuple(g if g is None else _NotTwice.apply(g.requires_grad_()) for g in grads)
-        return (*grads, *[None] * 10)
-
-    @staticmethod
-    def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         need_gate, need_up, need_weight, need_bias, *_ = ctx.needs_input_grad
         grad_gate = grad_up = grad_weight = grad_bias = None
-        grad_2d = grad_out.reshape(-1, grad_out.shape[-1])
-        if need_bias:
-            flattened = grad_out.dim() <= 3 or _linear_flattens(grad_out.device.type)
-            flat = grad_2d if flattened else grad_out
-            grad_bias = flat.sum_to_size(ctx.bias_shape)
-        meta: _Meta | None = ctx.meta
-        if meta is not None:
-            w_down, fits, x, w_gate, b_gate, w_up, b_up, *tensors = ctx.saved_tensors
-            kept = meta.restore(tensors)
-            inputs = recompute.Inputs(x.reshape(-1, x.shape[-1]), w_gate, b_gate, w_up, b_up)
-            backend = backend_for(grad_out.device)
-            call = (backend, fits, meta.activation, inputs, meta.fp32_math)
-            # One buffer: the hidden tensor, then its gradient, then the pre-activation's.
-            buffer = torch.empty(meta.numel, dtype=meta.dtype, device=grad_out.device)
-            rows = buffer.view(-1, meta.d_ff)
-            if need_weight:
-                backend.hidden(meta.activation, kept, meta.fp32_math, out=buffer)
-                recompute.hidden(*call, out=buffer)
-                # The product and its order decide the bits: as PyTorch chooses by the strides.
-                if meta.row_major:
-                    grad_weight = grad_2d.t().mm(rows)
-                else:
-                    grad_weight = rows.t().mm(grad_2d).t()
-            if need_gate or need_up:
-                torch.mm(grad_2d, w_down, out=rows)
-                grad_gate, grad_up = backend.gradient(
-                    meta.activation, kept, buffer, meta.fp32_math, need_gate, need_up
+        with torch.no_grad():
+            if need_bias:
+                grad_bias = bias_gradient(grad_out, ctx.bias_shape)
+            if ctx.down is not None:
+                w_down, fits, x, w_gate, b_gate, w_up, b_up, *tensors = ctx.saved_tensors
+                inputs = recompute.Inputs(x.reshape(-1, x.shape[-1]), w_gate, b_gate, w_up, b_up)
+                layer = (
+                    backend_for(grad_out.device),
+                    fits,
+                    ctx.down.activation,
+                    inputs,
+                    ctx.down.fp32_math,
                 )
-                recompute.gradient(*call, grad_2d, w_down, grad_gate, grad_up)
-                shape = (*grad_out.shape[:-1], meta.d_ff)
-                grad_gate = None if grad_gate is None else grad_gate.view(shape)
-                grad_up = None if grad_up is None else grad_up.view(shape)
-        return grad_gate, grad_up, grad_weight, grad_bias
+                again = Recomputation(
+                    partial(recompute.hidden, *layer), partial(recompute.gradient, *layer)
+                )
+                grad_gate, grad_up, grad_weight = down_gradients(
+                    ctx.down, w_down, tensors, grad_out, need_gate, need_up, need_weight, again
+                )
+        return (*once((grad_gate, grad_up, grad_weight, grad_bias)), *[None] * 10)

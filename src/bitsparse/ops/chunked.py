@@ -17,67 +17,51 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
-from bitsparse import codings, dtypes, layout, memory
+from bitsparse import codings, layout
 from bitsparse.activations import Activation
 from bitsparse.backends import Kept, Survey, backend_for
-from bitsparse.codings import Stream
-from bitsparse.ops.feed_forward import (
-    KeptReport,
-    _as_autocast_would,
-    _NotTwice,
-    _project,
-    _Totals,
+from bitsparse.ops.block import (
+    Report,
+    Tensors,
+    Totals,
+    account,
+    check_hidden_dtype,
+    dense_nbytes,
+    encode,
+    once,
+    rounds_to_float32,
+    take_apart,
 )
-from bitsparse.ops.parts import take_apart
 
 
 def chunked(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    w_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    b_gate: Tensor | None,
+    t: Tensors,
     activation: Activation,
     codec: str,
-    report: Callable[[KeptReport], None] | None,
+    report: Report | None,
     tokens_per_chunk: int,
     wants_grad: bool,
 ) -> Tensor:
-    """The block with ``memory="compressed"``, in chunks; arguments as of ``feed_forward``.
+    """The block with ``memory="compressed"``, in chunks.
 
     ``wants_grad``: whether anything is to be kept for backward.
     """
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+    if t.x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"tokens_per_chunk: got {tokens_per_chunk} inside CUDA graph capture, where the sizes "
             "of the chunks cannot be waited for; allowed: None"
         )
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-        w_up, w_down = _as_autocast_would(w_up), _as_autocast_would(w_down)
-        w_gate, b_up, b_down, b_gate = (
-            None if t is None else _as_autocast_would(t) for t in (w_gate, b_up, b_down, b_gate)
-        )
-    if x.dtype not in dtypes.COMPUTE_DTYPES:
-        raise TypeError(
-            f"x: the hidden activations are {x.dtype}; memory='compressed' allows: "
-            f"{dtypes.names(dtypes.COMPUTE_DTYPES)}"
-        )
-    fp32_math = activation.squared and torch.square(x.new_empty(0)).dtype != x.dtype
+    if torch.is_autocast_enabled(t.x.device.type):
+        x = t.x.to(torch.get_autocast_dtype(t.x.device.type))
+        t = t._replace(x=x).with_cast_parameters()
+    check_hidden_dtype(t.x.dtype)
+    fp32_math = rounds_to_float32(activation, t.x)
     settings = _Settings(activation, fp32_math, codec, tokens_per_chunk, report)
-    tensors = (x, w_up, w_down, w_gate, b_up, b_down, b_gate)
     if not wants_grad:
-        return _forward(settings, *tensors, lambda gate, up: (activation.dense(gate, up), None))
-    out: Tensor = _Chunked.apply(settings, *tensors)
+        return _forward(settings, t, lambda gate, up: (activation.dense(gate, up), None))
+    out: Tensor = _Chunked.apply(settings, *t)
     return out
-
-
-# torch.compile runs it eagerly, between two compiled graphs.
-chunked_uncompiled = _disable_dynamo(chunked)
 
 
 class _Settings(NamedTuple):
@@ -85,7 +69,7 @@ class _Settings(NamedTuple):
     fp32_math: bool
     codec: str
     rows: int
-    report: Callable[[KeptReport], None] | None
+    report: Report | None
 
 
 @dataclass
@@ -95,7 +79,7 @@ class _Open:
     gate: Tensor
     up: Tensor | None
     survey: Survey
-    totals: _Totals
+    totals: Totals
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -105,25 +89,19 @@ def _rows(x: Tensor) -> Tensor:
 
 def _forward(
     settings: _Settings,
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    w_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    b_gate: Tensor | None,
+    t: Tensors,
     activate: Callable[[Tensor, Tensor | None], tuple[Tensor, _Open | None]],
     close: Callable[[_Open], None] | None = None,
 ) -> Tensor:
     """The block's output. ``activate`` gives the hidden tensor of one chunk; what it leaves open is
     closed after the next chunk's projection has been launched: the device never waits."""
     rows, activation = settings.rows, settings.activation
-    flat = _rows(x)
-    out = flat.new_empty(flat.shape[0], w_down.shape[0])
-    down = w_down.t()
+    flat = _rows(t.x)
+    out = flat.new_empty(flat.shape[0], t.w_down.shape[0])
+    down = t.w_down.t()
     before: _Open | None = None
     for first in range(0, flat.shape[0], rows):
-        gate, up = _project(flat[first : first + rows], w_up, activation, w_gate, b_up, b_gate)
+        gate, up = t._replace(x=flat[first : first + rows]).project(activation)
         if before is not None:
             assert close is not None
             close(before)
@@ -132,44 +110,34 @@ def _forward(
         del gate, up
         part = out[first : first + rows]
         hidden = hidden.to(part.dtype)
-        if b_down is None:
+        if t.b_down is None:
             torch.mm(hidden, down, out=part)
         else:
-            torch.addmm(b_down, hidden, down, out=part)
+            torch.addmm(t.b_down, hidden, down, out=part)
         del hidden
     if before is not None:
         assert close is not None
         close(before)
-    return out.view(*x.shape[:-1], w_down.shape[0])
+    return out.view(*t.x.shape[:-1], t.w_down.shape[0])
 
 
 class _Chunked(torch.autograd.Function):
     """The whole block; keeps its input, and the activations compressed."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        settings: _Settings,
-        x: Tensor,
-        w_up: Tensor,
-        w_down: Tensor,
-        w_gate: Tensor | None,
-        b_up: Tensor | None,
-        b_down: Tensor | None,
-        b_gate: Tensor | None,
-    ) -> Tensor:
+    def forward(ctx: Any, settings: _Settings, *tensors: Tensor | None) -> Tensor:
+        t = Tensors(*tensors)  # type: ignore[arg-type]
         need_x, need_w_up, need_w_down, need_w_gate, need_b_up, _, need_b_gate = (
             ctx.needs_input_grad[1:]
         )
         activation = settings.activation
         need_input = need_x or need_w_up or need_w_gate or need_b_up or need_b_gate
-        tensors = (x, w_up, w_down, w_gate, b_up, b_down, b_gate)
         ctx.settings, ctx.restore = settings, []
-        ctx.bias_shape = None if b_down is None else b_down.shape
+        ctx.bias_shape = None if t.b_down is None else t.b_down.shape
         if not need_input and not need_w_down:
             ctx.save_for_backward()
-            return _forward(settings, *tensors, lambda gate, up: (activation.dense(gate, up), None))
-        backend = backend_for(x.device)
+            return _forward(settings, t, lambda gate, up: (activation.dense(gate, up), None))
+        backend = backend_for(t.x.device)
         only_positions = activation.plain and not need_w_down
         statistics = codings.needs_statistics(settings.codec)
         saved: list[Tensor] = []
@@ -179,7 +147,7 @@ class _Chunked(torch.autograd.Function):
             hidden, survey = backend.activate(
                 layout.geometry(gate.shape), activation, gate, up, settings.fp32_math, statistics
             )
-            return hidden, _Open(gate, up, survey, _Totals(survey.totals))
+            return hidden, _Open(gate, up, survey, Totals(survey.totals))
 
         def close(chunk: _Open) -> None:
             nonlocal nnz, dense_bytes
@@ -187,46 +155,31 @@ class _Chunked(torch.autograd.Function):
             counts = survey.counts(chunk.totals.wait())
             wanted = replace(counts, streams=()) if only_positions else counts
             choice = codings.choose(wanted, settings.codec)
-            sources = [(chunk.gate, True), (chunk.up, activation.relu_up)]
-            streams: list[Stream | None] = [
-                backend.encode_values(coding, survey, counts, source, i, relu)
-                for i, (coding, (source, relu)) in enumerate(
-                    zip(choice.values, sources, strict=False)
-                )
-                if source is not None
-            ]
-            support = backend.encode_support(choice.support, survey, counts)
-            parts, restore = take_apart(Kept(support, chunk.gate.dtype, *streams))
+            kept = encode(activation, survey, counts, choice, chunk.gate, chunk.up)
+            parts, restore = take_apart(kept)
             ctx.restore.append((len(parts), restore))
             saved.extend(parts)
             nnz += counts.nnz
-            dense_bytes += chunk.gate.nbytes * (1 if chunk.up is None else 2)
+            dense_bytes += dense_nbytes(chunk.gate, chunk.up)
 
-        out = _forward(settings, *tensors, activate, close)
-        memory.track_live(saved, dense_bytes)
-        if settings.report is not None:
-            numel = out.shape[:-1].numel() * w_up.shape[0]
-            kept_bytes = memory.storage_bytes(saved)
-            settings.report(KeptReport(nnz, numel, kept_bytes, dense_bytes))
-        keep_x = need_w_up or need_w_gate
+        out = _forward(settings, t, activate, close)
+        d_ff = t.w_up.shape[0]
+        account(saved, nnz, out.shape[:-1].numel() * d_ff, dense_bytes, settings.report)
         ctx.save_for_backward(
-            x if keep_x else None,
-            w_up if need_x else None,
-            w_gate if need_x else None,
-            w_down if need_input else None,
+            t.x if need_w_up or need_w_gate else None,
+            t.w_up if need_x else None,
+            t.w_gate if need_x else None,
+            t.w_down if need_input else None,
             *saved,
         )
-        ctx.d_ff = w_up.shape[0]
-        ctx.shape = x.shape
+        ctx.d_ff, ctx.shape = d_ff, t.x.shape
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
             grads = _Chunked._backward(ctx, grad_out)
-        if torch.is_grad_enabled():  # create_graph=True: fail if these gradients are differentiated
-            grads = tuple(g if g is None else _NotTwice.apply(g.requires_grad_()) for g in grads)
-        return (None, *grads)
+        return (None, *once(grads))
 
     @staticmethod
     def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -309,8 +262,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _in_order(grads: dict[str, Tensor | None]) -> tuple[Tensor | None, ...]:
-    names = ("x", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate")
-    return tuple(grads.get(name) for name in names)
+    return tuple(grads.get(name) for name in Tensors._fields)
 
 
 class _Sum:

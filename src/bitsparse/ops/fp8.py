@@ -10,7 +10,7 @@ kept (coded, dense, or not at all) and in nothing else, so they give the same bi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,16 +20,18 @@ from torch._compile import _disable_dynamo
 from torch.nn import functional as F
 
 from bitsparse import codings, layout
-from bitsparse import memory as accounts
 from bitsparse.activations import Activation
-from bitsparse.backends import Kept, Support, backend_for
-from bitsparse.codings import Mask, Stream, SupportCoding, ValueCoding
-from bitsparse.ops.feed_forward import (
-    KeptReport,
-    _as_autocast_would,
-    _linear_flattens,
-    _project,
-    _Totals,
+from bitsparse.backends import Kept, backend_for
+from bitsparse.ops.block import (
+    Report,
+    Restore,
+    Tensors,
+    Totals,
+    account,
+    as_autocast_would,
+    bias_gradient,
+    once,
+    take_apart,
 )
 
 PRECISIONS = {"fp8": torch.float8_e5m2, "fp8_e4m3": torch.float8_e4m3fn}
@@ -37,8 +39,6 @@ PRECISIONS = {"fp8": torch.float8_e5m2, "fp8_e4m3": torch.float8_e4m3fn}
 
 STORAGES = ("fp8",)
 SCALINGS = ("tensor", "row")
-
-Report = Callable[[KeptReport], None]
 
 E4M3 = torch.float8_e4m3fn
 _LARGEST_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
@@ -48,6 +48,11 @@ _MULTIPLE = 16
 """The hardware's products want the summed and the second matrix's dimension in multiples."""
 
 _CAPABILITY = (8, 9)
+
+NOT_TWICE = (
+    "a feed-forward with precision or storage in FP8 cannot be differentiated twice; "
+    "allowed for double backward: precision=None, storage=None, memory='dense'"
+)
 
 
 def check_names(precision: str | None, storage: str | None, scaling: str) -> None:
@@ -251,19 +256,6 @@ def gradients(
 # Keeping them.
 
 
-class _Codings(NamedTuple):
-    """What coded streams are besides their tensors."""
-
-    geometry: layout.Geometry
-    nnz: int
-    support: SupportCoding
-    values: tuple[ValueCoding, ...]
-
-
-_MASK_TENSORS = 3
-_STREAM_TENSORS = 4
-
-
 class _Encoder:
     """Streams on their way to being coded. Between the two steps the device has other work."""
 
@@ -277,45 +269,34 @@ class _Encoder:
         self._surveys = [
             self._backend.survey(geometry, p, E4M3, statistics) for p in self._patterns
         ]
-        self._totals = _Totals(torch.cat([s.totals for s in self._surveys]))
+        self._totals = Totals(torch.cat([s.totals for s in self._surveys]))
 
-    def encode(self, only_positions: bool) -> tuple[_Codings, dict[str, Tensor]]:
-        """The codings and the buffers by name; the inverse is :func:`_decode`."""
+    def encode(self, only_positions: bool) -> Kept:
+        """The streams, coded; the inverse is :func:`_decode`."""
         totals = self._totals.wait()
         size = len(totals) // len(self._surveys)
         counts = [s.counts(totals[i * size : (i + 1) * size]) for i, s in enumerate(self._surveys)]
         of_values = () if only_positions else tuple(c.streams[0] for c in counts)
         choice = codings.choose(replace(counts[0], streams=of_values), self._codec)
         support = self._backend.encode_support(choice.support, self._surveys[0], counts[0])
-        tensors = {"offsets": support.offsets, **_named("mask", support.mask.tensors)}
-        for i, coding in enumerate(choice.values):
-            stream = self._backend.encode_values(
+        coded = [
+            self._backend.encode_values(
                 coding, self._surveys[i], counts[i], self._patterns[i], 0, relu=False
             )
-            tensors |= _named(f"stream{i}", stream.tensors)
-        meta = _Codings(self._surveys[0].geometry, counts[0].nnz, choice.support, choice.values)
-        return meta, tensors
+            for i, coding in enumerate(choice.values)
+        ]
+        return Kept(support, E4M3, *coded)
 
 
-def _named(name: str, tensors: list[Tensor | None]) -> dict[str, Tensor]:
-    return {f"{name}.{i}": t for i, t in enumerate(tensors) if t is not None}
-
-
-def _support(meta: _Codings, tensors: Mapping[str, Tensor]) -> Support:
-    parts = [tensors.get(f"mask.{i}") for i in range(_MASK_TENSORS)]
-    return Support(meta.geometry, meta.nnz, tensors["offsets"], Mask(meta.support, *parts))
-
-
-def _decode(meta: _Codings, tensors: Mapping[str, Tensor]) -> list[Quantized]:
-    support = _support(meta, tensors)
+def _decode(coded: Kept, scales: list[Tensor]) -> list[Quantized]:
+    support = coded.support
     backend = backend_for(support.offsets.device)
     kept = []
-    for i, coding in enumerate(meta.values):
-        others = [tensors.get(f"stream{i}.{j}") for j in range(1, _STREAM_TENSORS)]
-        stream = Stream(coding, tensors[f"stream{i}.0"], *others)
-        patterns = backend.scatter(support, stream, E4M3)
-        data = patterns.view(E4M3).view(meta.geometry.rows, meta.geometry.cols)
-        kept.append(Quantized(data, tensors[f"scale{i}"]))
+    for stream, scale in zip((coded.gate, coded.up), scales, strict=False):
+        assert stream is not None
+        data = backend.scatter(support, stream, E4M3).view(E4M3)
+        data = data.view(support.geometry.rows, support.geometry.cols)
+        kept.append(Quantized(data, scale))
     return kept
 
 
@@ -323,8 +304,15 @@ class _Kept(NamedTuple):
     """What forward leaves for backward, besides the tensors."""
 
     streams: int
-    codings: _Codings | None = None
+    coded: int = 0
+    """Tensors of the coded streams."""
+    restore: Restore | None = None
     """None: kept dense."""
+
+    def kept(self, tensors: Mapping[str, Tensor]) -> Kept:
+        """The coded streams."""
+        assert self.restore is not None
+        return self.restore([tensors[f"coded{i}"] for i in range(self.coded)])
 
 
 def _keep(
@@ -334,28 +322,26 @@ def _keep(
     scales = {f"scale{i}": q.scale for i, q in enumerate(kept)}
     if encoder is None:
         return _Kept(len(kept)), {**scales, **{f"data{i}": q.data for i, q in enumerate(kept)}}
-    meta, tensors = encoder.encode(only_positions)
-    buffers = list(tensors.values())
+    coded = encoder.encode(only_positions)
+    tensors, restore = take_apart(coded)
     dense_bytes = sum(q.data.nbytes for q in kept)
-    accounts.track_live(buffers, dense_bytes)
-    if report is not None:
-        nbytes = accounts.storage_bytes(buffers)
-        report(KeptReport(meta.nnz, kept[0].data.numel(), nbytes, dense_bytes))
-    return _Kept(len(kept), meta), {**scales, **tensors}
+    account(tensors, coded.support.nnz, kept[0].data.numel(), dense_bytes, report)
+    names = {f"coded{i}": t for i, t in enumerate(tensors)}
+    return _Kept(len(kept), len(tensors), restore), {**scales, **names}
 
 
 def _restore(kept: _Kept, tensors: Mapping[str, Tensor]) -> list[Quantized]:
-    if kept.codings is not None:
-        return _decode(kept.codings, tensors)
-    return [Quantized(tensors[f"data{i}"], tensors[f"scale{i}"]) for i in range(kept.streams)]
+    scales = [tensors[f"scale{i}"] for i in range(kept.streams)]
+    if kept.restore is not None:
+        return _decode(kept.kept(tensors), scales)
+    return [Quantized(tensors[f"data{i}"], scale) for i, scale in enumerate(scales)]
 
 
 def _mask_gradient(
     activation: Activation, kept: _Kept, tensors: Mapping[str, Tensor], grad: Tensor
 ) -> Tensor:
     """:func:`gradients` of plain ReLU from the positions alone; may overwrite ``grad``."""
-    assert kept.codings is not None
-    only = Kept(_support(kept.codings, tensors), grad.dtype)
+    only = Kept(kept.kept(tensors).support, grad.dtype)
     backend = backend_for(grad.device)
     found, _ = backend.gradient(activation, only, grad.view(-1), False, True, False)
     assert found is not None
@@ -363,9 +349,6 @@ def _mask_gradient(
 
 
 # The block in FP8.
-
-
-_INPUTS = ("x", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate")
 
 
 class _Recipe(NamedTuple):
@@ -379,14 +362,8 @@ class _Recipe(NamedTuple):
 
 
 def fp8_feed_forward(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
+    t: Tensors,
     activation: Activation,
-    w_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    b_gate: Tensor | None,
     memory: str,
     codec: str,
     precision: str,
@@ -394,13 +371,12 @@ def fp8_feed_forward(
     report: Report | None,
 ) -> Tensor:
     """:func:`bitsparse.ffn` with ``precision``; the arguments have been checked but for dtypes."""
-    _check_fp8(x, precision)
-    tensors = (x, w_up, w_down, w_gate, b_up, b_down, b_gate)
-    wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    _check_fp8(t.x, precision)
+    wants_grad = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in t)
     mode = memory if wants_grad else "none"
     recipe = _Recipe(activation, mode, codec, PRECISIONS[precision], scaling, report)
     run = _apply_uncompiled if torch.compiler.is_compiling() else _Fp8FeedForward.apply
-    out: Tensor = run(*tensors, recipe)
+    out: Tensor = run(*t, recipe)
     return out
 
 
@@ -457,37 +433,19 @@ class _Fp8FeedForward(torch.autograd.Function):
     """The whole block, so that its input is kept in FP8 too."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        w_up: Tensor,
-        w_down: Tensor,
-        w_gate: Tensor | None,
-        b_up: Tensor | None,
-        b_down: Tensor | None,
-        b_gate: Tensor | None,
-        recipe: _Recipe,
-    ) -> Tensor:
-        ctx.recipe = recipe
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *tensors, ctx.recipe = arguments
+        t = Tensors(*tensors)
         ctx.kept = None
-        inputs = (x, w_up, w_down, w_gate, b_up, b_down, b_gate)
-        ctx.dtypes = [None if t is None else t.dtype for t in inputs]
-        ctx.shape = x.shape
+        ctx.dtypes = [None if p is None else p.dtype for p in t]
+        ctx.shape = t.x.shape
         # Autocast would have other dtypes for what follows, and is not there in backward.
-        with torch.autocast(x.device.type, enabled=False):
-            return _Fp8FeedForward._forward(ctx, *inputs)
+        with torch.autocast(t.x.device.type, enabled=False):
+            return _Fp8FeedForward._forward(ctx, t)
 
     @staticmethod
-    def _forward(
-        ctx: Any,
-        x: Tensor,
-        w_up: Tensor,
-        w_down: Tensor,
-        w_gate: Tensor | None,
-        b_up: Tensor | None,
-        b_down: Tensor | None,
-        b_gate: Tensor | None,
-    ) -> Tensor:
+    def _forward(ctx: Any, t: Tensors) -> Tensor:
+        x, w_up, w_down, w_gate, b_up, b_down, b_gate = t
         activation, mode, codec, _, scaling, report = ctx.recipe
         need = _needs(ctx)
         rows = math.prod(x.shape[:-1])
@@ -531,9 +489,9 @@ class _Fp8FeedForward(torch.autograd.Function):
             grads = _Fp8FeedForward._backward(ctx, grad_out)
         cast = [
             grads[name].to(dtype) if name in grads else None
-            for name, dtype in zip(_INPUTS, ctx.dtypes, strict=True)
+            for name, dtype in zip(Tensors._fields, ctx.dtypes, strict=True)
         ]
-        return (*_once(cast), None)
+        return (*once(cast, NOT_TWICE), None)
 
     @staticmethod
     def _backward(ctx: Any, grad_out: Tensor) -> dict[str, Tensor]:
@@ -550,7 +508,7 @@ class _Fp8FeedForward(torch.autograd.Function):
             return grads
         x8 = Quantized(saved["x"], saved["x_scale"]) if "x" in saved else None
         kept: _Kept | None = ctx.kept
-        from_mask = activation.plain and kept is not None and kept.codings is not None
+        from_mask = activation.plain and kept is not None and kept.restore is not None
         found: list[Quantized] = []
         if kept is None:
             assert x8 is not None
@@ -600,56 +558,30 @@ class _Fp8FeedForward(torch.autograd.Function):
 
 def _needs(ctx: Any) -> dict[str, bool]:
     """Which gradients are needed; "hidden": those of the pre-activations."""
-    need = dict(zip(_INPUTS, ctx.needs_input_grad, strict=False))
-    return {**need, "hidden": any(need[n] for n in _INPUTS if n not in ("w_down", "b_down"))}
+    need = dict(zip(Tensors._fields, ctx.needs_input_grad, strict=False))
+    return {
+        **need,
+        "hidden": any(need[n] for n in Tensors._fields if n not in ("w_down", "b_down")),
+    }
 
 
 # Exact arithmetic, values kept in FP8.
 
 
 def stored_feed_forward(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    activation: Activation,
-    w_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    b_gate: Tensor | None,
-    codec: str,
-    scaling: str,
-    report: Report | None,
+    t: Tensors, activation: Activation, codec: str, scaling: str, report: Report | None
 ) -> Tensor:
     """:func:`bitsparse.ffn` with ``storage="fp8"``; the arguments have been checked."""
-    run = _stored_uncompiled if torch.compiler.is_compiling() else _stored
-    return run(x, w_up, w_down, activation, w_gate, b_up, b_down, b_gate, codec, scaling, report)
-
-
-def _stored(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    activation: Activation,
-    w_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    b_gate: Tensor | None,
-    codec: str,
-    scaling: str,
-    report: Report | None,
-) -> Tensor:
-    _refuse_capture(x)
-    gate, up = _project(x, w_up, activation, w_gate, b_up, b_gate)
-    if torch.is_autocast_enabled(x.device.type):
-        w_down = _as_autocast_would(w_down)
-        b_down = None if b_down is None else _as_autocast_would(b_down)
+    _refuse_capture(t.x)
+    gate, up = t.project(activation)
+    w_down, b_down = t.w_down, t.b_down
+    if torch.is_autocast_enabled(gate.device.type):
+        w_down = as_autocast_would(w_down)
+        b_down = None if b_down is None else as_autocast_would(b_down)
     out: Tensor = _StoredActivationDown.apply(
         gate, up, w_down, b_down, activation, codec, scaling, report
     )
     return out
-
-
-_stored_uncompiled = _disable_dynamo(_stored)
 
 
 class _StoredActivationDown(torch.autograd.Function):
@@ -693,7 +625,7 @@ class _StoredActivationDown(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad(), torch.autocast(grad_out.device.type, enabled=False):
             grads = _StoredActivationDown._backward(ctx, grad_out)
-        return (*_once(grads), None, None, None, None)
+        return (*once(grads, NOT_TWICE), None, None, None, None)
 
     @staticmethod
     def _backward(ctx: Any, grad_out: Tensor) -> list[Tensor | None]:
@@ -702,8 +634,7 @@ class _StoredActivationDown(torch.autograd.Function):
         grad_gate = grad_up = grad_weight = grad_bias = None
         grad_2d = grad_out.reshape(-1, grad_out.shape[-1])
         if need_bias:
-            flattened = grad_out.dim() <= 3 or _linear_flattens(grad_out.device.type)
-            grad_bias = (grad_2d if flattened else grad_out).sum_to_size(ctx.bias_shape)
+            grad_bias = bias_gradient(grad_out, ctx.bias_shape)
         if ctx.kept is not None:
             saved = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
             found: list[Quantized] = []
@@ -721,25 +652,3 @@ class _StoredActivationDown(torch.autograd.Function):
                 grad_gate = grad_gate.view(shape)
                 grad_up = None if grad_up is None else grad_up.view(shape)
         return [grad_gate, grad_up, grad_weight, grad_bias]
-
-
-def _once(grads: list[Tensor | None]) -> list[Tensor | None]:
-    """``grads``; under ``create_graph=True`` such that differentiating them is an error."""
-    if not torch.is_grad_enabled():
-        return grads
-    return [g if g is None else _NotTwice.apply(g.requires_grad_()) for g in grads]
-
-
-class _NotTwice(torch.autograd.Function):
-    """Identity whose backward is an error."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise RuntimeError(
-            "a feed-forward with precision or storage in FP8 cannot be differentiated twice; "
-            "allowed for double backward: precision=None, storage=None, memory='dense'"
-        )
