@@ -1,5 +1,11 @@
 """Oracles and inputs for the tests."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -43,3 +49,29 @@ def random_sparse(
     if not signed:
         values = values.abs()
     return torch.where(torch.rand(shape, generator=generator) < density, values, 0).to(dtype)
+
+
+def assert_refused(done, message: str) -> None:
+    """A command told of a malformed or forbidden option; ``done``: the result of its runner."""
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.replace("│", " ").split())
+
+
+COMPILE_TARGETS = {
+    "sm_90": ("cuda", 90, 32),
+    "sm_80": ("cuda", 80, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+"""What Triton kernels are compiled for: arguments of ``GPUTarget``."""
+
+
+def assert_compiles(script: str, target: str, cache: Path) -> None:
+    """Run a test file as a script that compiles its kernels for ``target``, interpreter off."""
+    pytest.importorskip("triton", reason="needs Triton")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(cache)  # compile for real
+    result = subprocess.run(
+        [sys.executable, script, target], env=env, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -8,8 +8,6 @@ effect where kernels are defined.
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,26 +15,16 @@ from typing import Any
 
 import pytest
 
+from helpers import COMPILE_TARGETS, assert_compiles
+
 FIRST = "sm_90"
-TARGETS = {
-    FIRST: ("cuda", 90, 32),
-    "sm_80": ("cuda", 80, 32),
-    "sm_100": ("cuda", 100, 32),
-    "gfx942": ("hip", "gfx942", 64),
-}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", COMPILE_TARGETS)
 def test_kernels_compile(target: str, tmp_path: Path) -> None:
-    pytest.importorskip("triton", reason="needs Triton")
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["TRITON_CACHE_DIR"] = str(tmp_path)  # compile for real
-    result = subprocess.run(
-        [sys.executable, __file__, target], env=env, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert_compiles(__file__, target, tmp_path)
 
 
 # ---------------------------------------------------------------------------- the script
@@ -251,7 +239,7 @@ def main(target_name: str) -> None:
     cases = _cases()
     assert kernels, "no kernels found: is TRITON_INTERPRET set?"
     assert kernels.keys() == cases.keys(), f"without a case: {kernels.keys() ^ cases.keys()}"
-    target = GPUTarget(*TARGETS[target_name])
+    target = GPUTarget(*COMPILE_TARGETS[target_name])
     for name, kernel in kernels.items():
         count = 0
         # All of them for one target, for the others every third: most differ in ways that the

@@ -7,33 +7,21 @@ kernels.
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-TARGETS = {
-    "sm_90": ("cuda", 90, 32),
-    "sm_80": ("cuda", 80, 32),
-    "sm_100": ("cuda", 100, 32),
-    "gfx942": ("hip", "gfx942", 64),
-}
+from helpers import COMPILE_TARGETS, assert_compiles
+
 KINDS = {"fp32": (0, "*i32"), "fp16": (1, "*i16"), "bf16": (2, "*i16")}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", COMPILE_TARGETS)
 def test_kernel_compiles(target: str, tmp_path: Path) -> None:
-    pytest.importorskip("triton", reason="needs Triton")
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["TRITON_CACHE_DIR"] = str(tmp_path)  # compile for real
-    result = subprocess.run(
-        [sys.executable, __file__, target], env=env, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert_compiles(__file__, target, tmp_path)
 
 
 def main(target_name: str) -> None:
@@ -44,7 +32,7 @@ def main(target_name: str) -> None:
     from bitsparse.activations import ACTIVATIONS
     from bitsparse.backends.triton_recompute import recompute_kernel as kernel
 
-    target = GPUTarget(*TARGETS[target_name])
+    target = GPUTarget(*COMPILE_TARGETS[target_name])
     modes = itertools.cycle([(False, False, False), (True, True, True), (True, False, True)])
     flags = itertools.cycle([(False, False, False), (True, True, True)])
     for a, (name, (kind, pattern)) in itertools.product(ACTIVATIONS.values(), KINDS.items()):

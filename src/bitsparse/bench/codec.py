@@ -20,6 +20,7 @@ from bitsparse.bench.general import (
     package_version,
 )
 from bitsparse.bench.rates import CopyRate, Rate, measure_rates
+from bitsparse.bench.result import Progress
 from bitsparse.bench.sizes import Sizes, measure_sizes, methods
 from bitsparse.training.compare import environment
 from bitsparse.training.errors import UserError, check_at_least, check_choice
@@ -148,15 +149,6 @@ class CodecResult:
             "copies": [asdict(c) for c in self.copies],
             "rates": [asdict(r) for r in self.rates],
         }
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Told after each part of the work."""
-
-    what: str
-    done: int
-    total: int
 
 
 def run_codec(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from bitsparse.activations import ACTIVATIONS, get_activation
 from bitsparse.bench.inputs import alike_tokens, neuron_shifts
-from bitsparse.bench.kernels import check_density, check_names
 from bitsparse.bench.peers import (
     COMPILE,
     DEFAULT_PEERS,
@@ -25,10 +24,18 @@ from bitsparse.bench.peers import (
     Weights,
     load_peer,
 )
-from bitsparse.bench.timing import Spread, Task, allocated_by, alternate, forget, reason, same_bits
-from bitsparse.training.accounting import step_peak
+from bitsparse.bench.result import Progress, Result
+from bitsparse.bench.timing import Spread, Task, alternate, forget, reason, same_bits
+from bitsparse.training.accounting import allocated_by, step_peak
 from bitsparse.training.compare import environment
-from bitsparse.training.errors import UserError, check_at_least, check_choice, is_out_of_memory
+from bitsparse.training.errors import (
+    UserError,
+    check_at_least,
+    check_choice,
+    check_density,
+    check_names,
+    is_out_of_memory,
+)
 from bitsparse.training.step import DTYPES, get_device
 from bitsparse.training.train import LARGEST_SEED
 
@@ -169,32 +176,10 @@ class FfnCase:
 
 
 @dataclass
-class FfnResult:
+class FfnResult(Result[FfnConfig, FfnCase]):
     """All that was measured."""
 
-    config: FfnConfig
-    environment: dict[str, Any]
-    cases: list[FfnCase] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything, as plain values."""
-        return {
-            "benchmark": "ffn",
-            "environment": self.environment,
-            "config": asdict(self.config),
-            "cases": [asdict(case) for case in self.cases],
-        }
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Told often."""
-
-    what: str
-    """The case, and what is being done."""
-    done: int
-    """Parts of the work: peers to be checked, and timed rounds."""
-    total: int
+    benchmark = "ffn"
 
 
 def run_ffn(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,11 +15,19 @@ from bitsparse.activations import ACTIVATIONS, Activation, get_activation
 from bitsparse.backends import BACKENDS, Backend, Kept, backend_for, force_backend, get_backend
 from bitsparse.bench import nvcomp
 from bitsparse.bench.inputs import PRE_ACTIVATIONS
+from bitsparse.bench.lossless import compress_checked
+from bitsparse.bench.result import Result
 from bitsparse.bench.timing import Spread, Task, alternate, forget, reason
 from bitsparse.codings import Stream
 from bitsparse.tensor import compress
 from bitsparse.training.compare import environment
-from bitsparse.training.errors import UserError, check_at_least, check_choice
+from bitsparse.training.errors import (
+    UserError,
+    check_at_least,
+    check_choice,
+    check_density,
+    check_names,
+)
 from bitsparse.training.step import DTYPES, get_device
 from bitsparse.training.train import LARGEST_SEED
 
@@ -77,23 +85,6 @@ class KernelsConfig:
         check_at_least("--seed", self.seed, 0, LARGEST_SEED)
 
 
-def check_density(name: str, *densities: float) -> None:
-    """Raise UserError unless all of them are between 0 and 1, both excluded."""
-    for density in densities:
-        if not 0 < density < 1:
-            raise UserError(f"{name}: got {density:g}, allowed: more than 0 and less than 1")
-
-
-def check_names(name: str, values: tuple[str, ...], allowed: tuple[str, ...]) -> None:
-    """Raise UserError unless ``values`` are some of ``allowed``, each once."""
-    if not values:
-        raise UserError(f"{name}: got none, allowed: {', '.join(allowed)}")
-    for value in values:
-        check_choice(name, value, allowed)
-    if len(set(values)) != len(values):
-        raise UserError(f"{name}: got {','.join(values)}, allowed: each once")
-
-
 @dataclass(frozen=True)
 class StepTime:
     """One step of one backend."""
@@ -135,21 +126,10 @@ class KernelCase:
 
 
 @dataclass
-class KernelsResult:
+class KernelsResult(Result[KernelsConfig, KernelCase]):
     """All that was measured."""
 
-    config: KernelsConfig
-    environment: dict[str, Any]
-    cases: list[KernelCase] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything, as plain values."""
-        return {
-            "benchmark": "kernels",
-            "environment": self.environment,
-            "config": asdict(self.config),
-            "cases": [asdict(case) for case in self.cases],
-        }
+    benchmark = "kernels"
 
 
 @dataclass
@@ -368,9 +348,7 @@ def _whole_steps(name: str, x: Tensor, codec: str) -> _Steps:
     survey = backend.survey(geometry, patterns, x.dtype, statistics)
     survey_bytes = _nbytes(survey.words, survey.totals, survey.tables, survey.exponents)
     with force_backend(name):
-        c = compress(x, codec=codec)
-        if not torch.equal(dtypes.to_patterns(c.to_dense()), patterns):
-            raise ValueError("the tensor is not what it was")
+        c = compress_checked(x, f"{tuple(x.shape)} {x.dtype}", codec=codec)
 
     def compress_it(_: object) -> object:
         with force_backend(name):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,10 +14,9 @@ import bitsparse
 from bitsparse import codings
 from bitsparse.activations import ACTIVATIONS
 from bitsparse.bench.inputs import neuron_shifts
-from bitsparse.bench.kernels import check_density, check_names
 from bitsparse.bench.peers import default_chunk
+from bitsparse.bench.result import Progress, Result
 from bitsparse.bench.timing import OUT_OF_MEMORY, Spread, Task, alternate, forget, reason
-from bitsparse.nn import FeedForward
 from bitsparse.training.accounting import step_peak
 from bitsparse.training.compare import environment
 from bitsparse.training.errors import (
@@ -26,6 +24,8 @@ from bitsparse.training.errors import (
     check_at_least,
     check_batch,
     check_choice,
+    check_density,
+    check_names,
     is_out_of_memory,
 )
 from bitsparse.training.model import PRESETS, ModelConfig, build_model, get_preset
@@ -40,11 +40,6 @@ WARMUP = 1
 _CALIBRATION = 2048
 """Tokens from which densities are set."""
 _CONSTANT = 4.0
-
-
-def has_chunks() -> bool:
-    """Whether this version of the block can work chunk by chunk."""
-    return "tokens_per_chunk" in inspect.signature(FeedForward).parameters
 
 
 @dataclass(frozen=True)
@@ -161,30 +156,10 @@ class ModelCase:
 
 
 @dataclass
-class ModelResult:
+class ModelResult(Result[ModelBenchConfig, ModelCase]):
     """All that was measured."""
 
-    config: ModelBenchConfig
-    environment: dict[str, Any]
-    cases: list[ModelCase] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything, as plain values."""
-        return {
-            "benchmark": "model",
-            "environment": self.environment,
-            "config": asdict(self.config),
-            "cases": [asdict(case) for case in self.cases],
-        }
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Told often."""
-
-    what: str
-    done: int
-    total: int
+    benchmark = "model"
 
 
 def run_model(
@@ -271,9 +246,7 @@ class _Bench:
         chunk = self.config.tokens_per_chunk or default_chunk(tokens)
         for block in self.trainee.model.feed_forwards():
             block.memory = "compressed" if chunked else mode
-            if has_chunks():
-                settings: Any = block
-                settings.tokens_per_chunk = chunk if chunked else None
+            block.tokens_per_chunk = chunk if chunked else None
 
     def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """One training step."""
@@ -298,9 +271,6 @@ class _Bench:
         label = f"{self.case.preset} {self.case.activation}"
         for name, mode in by_name.items():
             tell(f"{label}: {name}")
-            if name == "chunked" and not has_chunks():
-                mode.failed = "this version of bitsparse.nn.FeedForward has no tokens_per_chunk"
-                continue
             try:
                 self.set_mode(name, self.batch_size)
                 self.step(batch)

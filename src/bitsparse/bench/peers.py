@@ -7,7 +7,6 @@ concerns the norm and the sum (compiling, checkpointing).
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import types
@@ -229,9 +228,6 @@ def _bitsparse(activation: str, weights: Weights, **options: Any) -> Block:
 
 
 def _chunked(activation: str, layers: list[Weights], options: Options) -> Block:
-    if "tokens_per_chunk" not in inspect.signature(bitsparse.ffn).parameters:
-        raise Unsupported("this version of bitsparse.ffn has no tokens_per_chunk")
-
     def block(weights: Weights) -> Block:
         def run(x: Tensor) -> Tensor:
             tokens = options.tokens_per_chunk or default_chunk(x.shape[0])

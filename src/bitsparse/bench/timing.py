@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from bitsparse import dtypes
-from bitsparse.training.accounting import _quiet_stderr
 from bitsparse.training.errors import is_out_of_memory
 
 Key = TypeVar("Key", bound=Hashable)
@@ -177,36 +176,6 @@ def forget(error: BaseException | None = None) -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def allocated_by(run: Callable[[], Any], device: torch.device) -> tuple[Any, int | None]:
-    """Run ``run`` and measure how much more PyTorch's allocator holds after than before.
-
-    Returns:
-        The result of ``run``, and the bytes in the device's memory, the result's included; None
-        where they could not be measured.
-    """
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        result = run()
-        return result, torch.cuda.memory_allocated(device) - before
-    profiler = torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    )
-    with _quiet_stderr():
-        profiler.start()
-    try:
-        result = run()
-    finally:
-        with _quiet_stderr():
-            profiler.stop()
-    try:
-        found: Any = profiler.profiler
-        events = found.kineto_results.events()
-        changes = [e.nbytes() for e in events if e.name() == "[memory]"]
-    except (AttributeError, TypeError):  # not a public interface: it may go away
-        return result, None
-    return result, sum(changes)
 
 
 def same_bits(a: Tensor | None, b: Tensor | None) -> bool:

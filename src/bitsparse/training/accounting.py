@@ -84,6 +84,33 @@ def step_peak(device: torch.device, run: Callable[[], Any]) -> tuple[Any, int | 
         result = run()
         torch.cuda.synchronize(device)
         return result, torch.cuda.max_memory_allocated(device) - before
+    result, changes = _cpu_changes(run)
+    if changes is None:
+        return result, None
+    level = peak = 0
+    for nbytes in changes:
+        level += nbytes
+        peak = max(peak, level)
+    return result, peak or None
+
+
+def allocated_by(run: Callable[[], Any], device: torch.device) -> tuple[Any, int | None]:
+    """Run ``run`` and measure how much more PyTorch's allocator holds after than before.
+
+    Returns:
+        The result of ``run``, and the bytes in the device's memory, the result's included; None
+        where they could not be measured.
+    """
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        result = run()
+        return result, torch.cuda.memory_allocated(device) - before
+    result, changes = _cpu_changes(run)
+    return result, None if changes is None else sum(changes)
+
+
+def _cpu_changes(run: Callable[[], Any]) -> tuple[Any, list[int] | None]:
+    """Run ``run``; also the bytes that were allocated (or freed: negative), in order, or None."""
     profiler = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     )
@@ -94,7 +121,15 @@ def step_peak(device: torch.device, run: Callable[[], Any]) -> tuple[Any, int | 
     finally:
         with _quiet_stderr():
             profiler.stop()
-    return result, _cpu_peak(profiler)
+    try:
+        found: Any = profiler.profiler
+        events = found.kineto_results.events()
+        changes = sorted(
+            (e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]"
+        )
+    except (AttributeError, TypeError):  # not a public interface: it may go away
+        return result, None
+    return result, [nbytes for _, _, nbytes in changes]
 
 
 @contextmanager
@@ -109,19 +144,3 @@ def _quiet_stderr() -> Iterator[None]:
     finally:
         os.dup2(kept, 2)
         os.close(kept)
-
-
-def _cpu_peak(profiler: Any) -> int | None:
-    """The largest running sum of the allocations and frees that ``profiler`` saw."""
-    try:
-        events = profiler.profiler.kineto_results.events()
-        changes = sorted(
-            (e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]"
-        )
-    except (AttributeError, TypeError):  # not a public interface: it may go away
-        return None
-    level = peak = 0
-    for _, _, nbytes in changes:
-        level += nbytes
-        peak = max(peak, level)
-    return peak or None

@@ -23,6 +23,23 @@ def check_choice(name: str, value: str, allowed: Iterable[str]) -> None:
         raise UserError(f"{name}: got {value!r}, allowed: {', '.join(allowed)}")
 
 
+def check_names(name: str, values: tuple[str, ...], allowed: tuple[str, ...]) -> None:
+    """Raise UserError unless ``values`` are some of ``allowed``, each once."""
+    if not values:
+        raise UserError(f"{name}: got none, allowed: {', '.join(allowed)}")
+    for value in values:
+        check_choice(name, value, allowed)
+    if len(set(values)) != len(values):
+        raise UserError(f"{name}: got {','.join(values)}, allowed: each once")
+
+
+def check_density(name: str, *densities: float) -> None:
+    """Raise UserError unless all of them are between 0 and 1, both excluded."""
+    for density in densities:
+        if not 0 < density < 1:
+            raise UserError(f"{name}: got {density:g}, allowed: more than 0 and less than 1")
+
+
 def check_at_least(name: str, value: float, least: float, most: float | None = None) -> None:
     """Raise UserError unless ``least <= value`` (``<= most``). NaN is refused too."""
     if not (value >= least and (most is None or value <= most)):

@@ -12,11 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from bitsparse.bench.codec import CodecConfig, CodecResult, Progress, run_codec
+from bitsparse.bench.codec import CodecConfig, CodecResult, run_codec
 from bitsparse.bench.general import ORDERS
 from bitsparse.bench.inputs import FILES, SYNTHETIC, TRAINING
 from bitsparse.bench.lossless import NotLossless
 from bitsparse.bench.plot import save_chart
+from bitsparse.bench.result import Progress
 from bitsparse.bench.sizes import GENERAL, POLICY, PUBLISHED, methods
 from bitsparse.cli import options as o
 from bitsparse.cli.bench import common as c
@@ -86,11 +87,11 @@ def codec(
         train_steps=train_steps,
         activation=activation,
         synthetic=synthetic,
-        densities=c.numbers("--densities", densities),
-        zstd_levels=_levels(zstd_levels),
+        densities=c.densities("--densities", densities),
+        zstd_levels=tuple(dict.fromkeys(c.whole_numbers("--zstd-levels", zstd_levels))),
         rates=rates,
         shape=c.shape("--shape", default if shape is None else shape),
-        rate_densities=c.numbers("--rate-densities", rate_densities),
+        rate_densities=c.densities("--rate-densities", rate_densities),
         repetitions=repetitions,
         device=str(chosen_device),
         seed=seed,
@@ -111,15 +112,6 @@ def codec(
         c.write_json(json_path, result.to_json())
     if plot is not None:
         save_chart(result, plot)
-
-
-def _levels(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(dict.fromkeys(int(part) for part in text.split(",") if part.strip()))
-    except ValueError:
-        raise UserError(
-            f"--zstd-levels: got {text!r}, allowed: whole numbers, separated by commas"
-        ) from None
 
 
 def _run(config: CodecConfig, console: Console) -> CodecResult:

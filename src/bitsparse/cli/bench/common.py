@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
@@ -17,6 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from bitsparse.activations import ACTIVATIONS
+from bitsparse.bench.result import Progress
 from bitsparse.bench.timing import Spread
 from bitsparse.training.errors import UserError
 from bitsparse.training.files import write_atomically
@@ -26,6 +28,13 @@ JsonOption = Annotated[
     typer.Option("--output-json", "--json", help="Write all results into this file."),
 ]
 PlotOption = Annotated[Path | None, typer.Option(help="Draw a chart, as a PNG file.")]
+ActivationsOption = Annotated[
+    str, typer.Option(help=f"Out of: {', '.join(ACTIVATIONS)}; separated by commas.")
+]
+ChunkOption = Annotated[
+    int | None,
+    typer.Option(help='Of "chunked". (default: an eighth of the tokens, as a multiple of 64)'),
+]
 
 MIB = 2**20
 
@@ -46,32 +55,29 @@ def checking_options() -> Iterator[None]:
         raise BadOption(str(error)) from error
 
 
+Number = TypeVar("Number", int, float)
+
+
+def _list(name: str, text: str, kind: Callable[[str], Number], allowed: str) -> tuple[Number, ...]:
+    try:
+        return tuple(kind(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise UserError(f"{name}: got {text!r}, allowed: {allowed}, separated by commas") from None
+
+
+def densities(name: str, text: str) -> tuple[float, ...]:
+    """Numbers from 0 to 1, separated by commas."""
+    return _list(name, text, float, "numbers from 0 to 1")
+
+
 def numbers(name: str, text: str) -> tuple[float, ...]:
-    """Numbers, separated by commas."""
-    try:
-        return tuple(float(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise UserError(
-            f"{name}: got {text!r}, allowed: numbers from 0 to 1, separated by commas"
-        ) from None
-
-
-def sizes(name: str, text: str) -> tuple[float, ...]:
     """Numbers of any size, separated by commas."""
-    try:
-        return tuple(float(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise UserError(f"{name}: got {text!r}, allowed: numbers, separated by commas") from None
+    return _list(name, text, float, "numbers")
 
 
 def whole_numbers(name: str, text: str) -> tuple[int, ...]:
     """Whole numbers, separated by commas."""
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise UserError(
-            f"{name}: got {text!r}, allowed: whole numbers, separated by commas"
-        ) from None
+    return _list(name, text, int, "whole numbers")
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -129,8 +135,8 @@ def writer(path: Path | None) -> Callable[[Any], None]:
 
 
 @contextmanager
-def progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Gives ``(what, done, total) -> None``; the bar appears with the first call, so that an error
+def progress_bar(console: Console) -> Iterator[Callable[[Progress], None]]:
+    """Gives what shows progress; the bar appears with the first call, so that an error
     before that is shown alone."""
     bar = Bar(
         TextColumn("{task.description}"),
@@ -142,9 +148,9 @@ def progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     )
     task = bar.add_task("", total=None)
 
-    def show(what: str, done: int, total: int) -> None:
+    def show(progress: Progress) -> None:
         bar.start()
-        bar.update(task, description=what, completed=done, total=total)
+        bar.update(task, description=progress.what, completed=progress.done, total=progress.total)
 
     try:
         yield show

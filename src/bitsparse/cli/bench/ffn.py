@@ -8,8 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bitsparse.activations import ACTIVATIONS
-from bitsparse.bench.ffn import FfnCase, FfnConfig, PeerResult, Progress, run_ffn
+from bitsparse.bench.ffn import FfnCase, FfnConfig, PeerResult, run_ffn
 from bitsparse.bench.peers import DEFAULT_PEERS, PEERS
 from bitsparse.bench.plot import save_ffn_chart
 from bitsparse.cli import options as o
@@ -32,9 +31,7 @@ def ffn(
     layers: Annotated[
         str, typer.Option(help="Blocks in the stack: one number, or one for each shape.")
     ] = "1",
-    activations: Annotated[
-        str, typer.Option(help=f"Out of: {', '.join(ACTIVATIONS)}; separated by commas.")
-    ] = "relu,relu2,reglu",
+    activations: c.ActivationsOption = "relu,relu2,reglu",
     density: Annotated[float, typer.Option(help="Of the hidden tensors, about.")] = 0.1,
     dtype: Annotated[
         str | None,
@@ -53,12 +50,7 @@ def ffn(
             "weights, gives a function of x. May be repeated."
         ),
     ] = None,
-    tokens_per_chunk: Annotated[
-        int | None,
-        typer.Option(
-            help='Of the peer "chunked". (default: an eighth of the tokens, as a multiple of 64)'
-        ),
-    ] = None,
+    tokens_per_chunk: c.ChunkOption = None,
     repeats: Annotated[int, typer.Option(help="Timed rounds of each case.")] = 10,
     max_seconds: Annotated[
         float,
@@ -95,11 +87,7 @@ def ffn(
         c.check_outputs(("--output-json", json_path), ("--plot", plot))
     console = Console()
     with c.progress_bar(console) as show:
-
-        def tell(progress: Progress) -> None:
-            show(progress.what, progress.done, progress.total)
-
-        result = run_ffn(config, tell, c.writer(json_path))
+        result = run_ffn(config, show, c.writer(json_path))
     c.show_environment(console, result.environment)
     for case in result.cases:
         console.print(_table(case, config))

@@ -13,6 +13,7 @@ from bitsparse.backends import BACKENDS
 from bitsparse.bench.inputs import PRE_ACTIVATIONS
 from bitsparse.bench.kernels import AUTO, WHOLE, KernelsConfig, KernelsResult, run_kernels
 from bitsparse.bench.plot import save_kernels_chart
+from bitsparse.bench.result import Progress
 from bitsparse.cli import options as o
 from bitsparse.cli.bench import common as c
 from bitsparse.training.step import get_device
@@ -21,6 +22,7 @@ CPU_SHAPE, GPU_SHAPE = "512x2048", "16000x21504"
 CPU_DENSITIES, GPU_DENSITIES = "0.1", "0.5,0.2,0.1,0.03,0.01"
 CPU_BACKENDS, GPU_BACKENDS = AUTO, f"{AUTO},triton"
 CPU_REPEATS, GPU_REPEATS = 5, 20
+ALL = ",".join(ACTIVATIONS)
 
 
 def _default(cpu: object, gpu: object) -> str:
@@ -42,9 +44,7 @@ def kernels(
             + _default(CPU_DENSITIES, GPU_DENSITIES)
         ),
     ] = None,
-    activations: Annotated[
-        str, typer.Option(help=f"Out of: {', '.join(ACTIVATIONS)}; separated by commas.")
-    ] = ",".join(ACTIVATIONS),
+    activations: c.ActivationsOption = ALL,
     inputs: Annotated[
         str,
         typer.Option(
@@ -77,7 +77,7 @@ def kernels(
         chosen = get_device(device)
         config = KernelsConfig(
             shape=c.shape("--shape", shape or c.by_device(chosen, CPU_SHAPE, GPU_SHAPE)),
-            densities=c.numbers(
+            densities=c.densities(
                 "--densities",
                 c.by_device(chosen, CPU_DENSITIES, GPU_DENSITIES)
                 if densities is None
@@ -103,7 +103,7 @@ def kernels(
         def on_case(result: KernelsResult, total: int) -> None:
             last = result.cases[-1]
             write(result)
-            show(f"{last.asked_density:g} {last.inputs}", len(result.cases), total)
+            show(Progress(f"{last.asked_density:g} {last.inputs}", len(result.cases), total))
 
         result = run_kernels(config, on_case)
     _show(result, console)

@@ -8,15 +8,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bitsparse.activations import ACTIVATIONS
 from bitsparse.bench.model import (
-    DEFAULT_MODES,
     MODES,
     Fit,
     ModelBenchConfig,
     ModelCase,
-    Progress,
-    has_chunks,
     run_model,
 )
 from bitsparse.bench.plot import save_model_chart
@@ -38,15 +34,12 @@ def model(
             f"(default: {CPU_PRESET} on a CPU, {GPU_PRESETS} on a GPU)"
         ),
     ] = None,
-    activations: Annotated[
-        str, typer.Option(help=f"Out of: {', '.join(ACTIVATIONS)}; separated by commas.")
-    ] = "relu2,reglu",
+    activations: c.ActivationsOption = "relu2,reglu",
     modes: Annotated[
         str | None,
         typer.Option(
             help=f"Memory modes, the one that the others are compared with first. Out of: "
-            f"{', '.join(MODES)}. (default: {','.join(DEFAULT_MODES)}, and chunked where there is "
-            "such a mode)"
+            f"{', '.join(MODES)}. (default: all)"
         ),
     ] = None,
     batch_size: o.BatchOption = None,
@@ -62,12 +55,7 @@ def model(
         ),
     ] = 0.1,
     codec: o.CodecOption = "balanced",
-    tokens_per_chunk: Annotated[
-        int | None,
-        typer.Option(
-            help='Of the mode "chunked". (default: an eighth of the tokens, as a multiple of 64)'
-        ),
-    ] = None,
+    tokens_per_chunk: c.ChunkOption = None,
     dtype: o.DtypeOption = None,
     steps: Annotated[
         int | None,
@@ -93,12 +81,11 @@ def model(
     """
     with c.checking_options():
         chosen = get_device(device)
-        default_modes = (*DEFAULT_MODES, *(("chunked",) if has_chunks() else ()))
         limits = c.by_device(chosen, "", MEMORY_GB) if memory_gb is None else memory_gb
         config = ModelBenchConfig(
             presets=c.words(preset or c.by_device(chosen, CPU_PRESET, GPU_PRESETS)),
             activations=c.words(activations),
-            modes=default_modes if modes is None else c.words(modes),
+            modes=MODES if modes is None else c.words(modes),
             batch_size=batch_size,
             seq_len=seq_len,
             vocab_size=vocab_size,
@@ -107,7 +94,7 @@ def model(
             tokens_per_chunk=tokens_per_chunk,
             dtype=o.choose_dtype(dtype, chosen),
             steps=c.by_device(chosen, CPU_STEPS, GPU_STEPS) if steps is None else steps,
-            memory_gb=c.sizes("--memory-gb", limits),
+            memory_gb=c.numbers("--memory-gb", limits),
             device=str(chosen),
             seed=seed,
         )
@@ -117,11 +104,7 @@ def model(
     if config.memory_gb and chosen.type != "cuda":
         console.print("--memory-gb: skipped, the largest batch is looked for on a GPU only")
     with c.progress_bar(console) as show:
-
-        def tell(progress: Progress) -> None:
-            show(progress.what, progress.done, progress.total)
-
-        result = run_model(config, tell, c.writer(json_path))
+        result = run_model(config, show, c.writer(json_path))
     c.show_environment(console, result.environment)
     for case in result.cases:
         console.print(_table(case, config))
