@@ -30,6 +30,7 @@ def names() -> list[str]:
         fitting = [v for v in values if v.field < dtypes.exponent_bits(dtype)]
         for v, flag in itertools.product(fitting, flags):
             found.append(f"encode<{v.width(dtype)}, {v.field}, {m}, {flag}>")
+        found += [f"pack<{v.width(dtype)}, {v.field}, {m}>" for v in fitting]
         for v in fitting:
             one = f"{v.width(dtype)}, {v.field}"
             found.append(f"decode<{next(supports)}, {m}, {one}, {one}, false, false, false, false>")

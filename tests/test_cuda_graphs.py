@@ -69,6 +69,8 @@ class Step:
             self.eager()
 
     def zero(self):
+        # Else the nodes that add up gradients live on, and belong to the stream they were made on.
+        self.y = None
         for t in (self.x, *self.blocks.parameters()):
             t.grad = None
 

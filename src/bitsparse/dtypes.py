@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,7 @@ def bit_width(dtype: torch.dtype) -> int:
 _MANTISSA_BITS = {"float32": 23, "bfloat16": 7, "float16": 10, "e4m3": 3, "e5m2": 2}
 
 
+@cache
 def mantissa_bits(dtype: torch.dtype) -> int:
     """Bits of the mantissa that are stored; sign and exponent are the rest."""
     return next(bits for name, bits in _MANTISSA_BITS.items() if name in str(dtype))

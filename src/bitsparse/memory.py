@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _lock = threading.Lock()
-_live: dict[int, tuple[int, int]] = {}
+_live: dict[int, tuple[int, int]] = {}  # compressed and dense bytes
 _next_key = 0
 _scratch: dict[tuple[object, ...], Tensor] = {}
 
@@ -17,22 +17,22 @@ _scratch: dict[tuple[object, ...], Tensor] = {}
 def track_live(buffers: list[Tensor], dense_bytes: int) -> None:
     """Count ``buffers`` as live compressed storage of ``dense_bytes`` until they are freed.
 
-    The tensors themselves are watched, so storage that autograd holds is counted for exactly as
-    long as autograd keeps it.
+    The first of them is watched, since they are kept and freed together: what autograd holds is
+    counted for exactly as long as it keeps it.
     """
     global _next_key
-    for i, buffer in enumerate(buffers):
-        with _lock:
-            key = _next_key
-            _next_key += 1
-            _live[key] = (storage_bytes([buffer]), dense_bytes if i == 0 else 0)
-        weakref.finalize(buffer, _live.pop, key, None).atexit = False
+    nbytes = storage_bytes(buffers)
+    with _lock:
+        key = _next_key
+        _next_key += 1
+        _live[key] = nbytes, dense_bytes
+    weakref.finalize(buffers[0], _live.pop, key, None).atexit = False
 
 
 def storage_bytes(buffers: list[Tensor]) -> int:
     """Bytes of the distinct storages that ``buffers`` keep alive, unused capacity included."""
-    storages = {b.untyped_storage().data_ptr(): b.untyped_storage().nbytes() for b in buffers}
-    return sum(storages.values())
+    storages = [b.untyped_storage() for b in buffers]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 def pinned_scratch(like: Tensor, stream: int) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,14 @@ def count_rows(streams: int, masks: int, statistics: bool) -> int:
     return UP_BUCKETS + 1 if masks == 2 else ESCAPES + streams * len(FIELDS)
 
 
+class Slots(NamedTuple):
+    """Kept values that wait to be coded."""
+
+    streams: list[Tensor]
+    capacity: int
+    """Of each tile; 0: any number, in the tensor's own memory."""
+
+
 @dataclass
 class Survey:
     """What the first pass leaves: positions, one bit a slot, and exact counts."""
@@ -48,10 +56,13 @@ class Survey:
     totals: Tensor
     """int64 ``[2 + rows]``: whether any kept value of the first, second stream has its sign bit
     set; then the sums of the counts, in the order above."""
-    tables: Tensor
-    """int32 ``[rows, table_words]``: the offset tables of the counts."""
-    exponents: Tensor | None
-    """uint8 ``[streams, tiles]``: the largest exponent among the kept values of each tile."""
+    tables: Tensor | list[Tensor]
+    """int32 ``[rows, table_words]``, or a list of rows: the offset tables of the counts."""
+    exponents: Tensor | list[Tensor] | None
+    """uint8 ``[streams, tiles]``, or a list of rows: the largest exponent among the kept values of
+    each tile."""
+    slots: Slots | None = None
+    """Where a backend's first pass has put the kept values, if it has."""
 
     def counts(self, totals: list[int]) -> Counts:
         """``totals``: the tensor's numbers on the host."""
@@ -70,7 +81,7 @@ class Survey:
 
     def table(self, row: int) -> Tensor:
         """One table, in memory of its own."""
-        return self.tables[row].clone()
+        return _alone(self.tables[row])
 
     def exponent_buffers(
         self, coding: ValueCoding, counts: Counts, stream: int
@@ -80,10 +91,15 @@ class Survey:
         if not coding.field:
             return None, None, None
         assert self.exponents is not None
-        exponents = self.exponents[stream].clone()
+        exponents = _alone(self.exponents[stream])
         escapes = exponents.new_empty(counts.streams[stream].escapes[coding.field])
         row = ESCAPES + stream * len(FIELDS) + FIELDS.index(coding.field)
         return exponents, escapes, self.table(row)
+
+
+def _alone(row: Tensor) -> Tensor:
+    """A copy, unless nothing else is in its memory."""
+    return row if row.untyped_storage().nbytes() == row.nbytes else row.clone()
 
 
 def allocate_survey(
@@ -93,12 +109,21 @@ def allocate_survey(
     streams: int,
     masks: int,
     statistics: bool,
+    apart: bool = False,
 ) -> tuple[Survey, Tensor]:
-    """A survey to be filled in, and the counts: int32 ``[rows, tiles]``."""
+    """A survey to be filled in, and the counts: int32 ``[rows, tiles]``.
+
+    ``apart``: tables and exponents as lists of rows, which can be kept without a copy.
+    """
     rows = count_rows(streams, masks, statistics)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
+
+    def matrix(rows: int, cols: int, dtype: torch.dtype) -> Tensor | list[Tensor]:
+        if apart:
+            return [empty(cols, dtype=dtype) for _ in range(rows)]
+        return empty(rows, cols, dtype=dtype)
 
     survey = Survey(
         geometry,
@@ -107,8 +132,8 @@ def allocate_survey(
         empty(geometry.mask_words),
         empty(geometry.mask_words) if masks == 2 else None,
         empty(2 + rows, dtype=torch.int64),
-        empty(rows, table_words(geometry.tiles)),
-        empty(streams, geometry.tiles, dtype=torch.uint8) if statistics else None,
+        matrix(rows, table_words(geometry.tiles), torch.int32),
+        matrix(streams, geometry.tiles, torch.uint8) if statistics else None,
     )
     return survey, empty(rows, geometry.tiles)
 
@@ -198,8 +223,9 @@ class Backend(Protocol):
         Kept positions: relu(gate) positive or NaN; gated forms also where relu(gate) or ``up``
         (dReLU: relu(up)) is infinite, NaN or -0.0, since products with zero show these.
         For an activation that keeps no more than its result ("relu") the hidden tensor overwrites
-        ``gate``. ``fp32_math``: round intermediate results to float32 instead of the tensors'
-        dtype, as CUDA autocast does around ``torch.square``.
+        ``gate``; for others ``gate`` and ``up`` may be overwritten too, and are of use only to
+        :meth:`encode_values`. ``fp32_math``: round intermediate results to float32 instead of the
+        tensors' dtype, as CUDA autocast does around ``torch.square``.
         """
 
     def encode_support(self, coding: SupportCoding, survey: Survey, counts: Counts) -> Support:
@@ -215,6 +241,8 @@ class Backend(Protocol):
         relu: bool,
     ) -> Stream:
         """Code the patterns of ``source`` at the kept positions, of relu(source) if ``relu``.
+
+        After :meth:`activate` it is ``gate`` or ``up``, or what has become of them.
 
         ``stream``: 0 or 1, which of the survey's streams they are.
         """

@@ -299,7 +299,10 @@ def _mask(support: Support) -> tuple[Any, ...]:
 
 def _exponents(survey: Survey) -> Any:
     """uint8 ``[streams, tiles]``."""
-    return _NONE.reshape(1, 1) if survey.exponents is None else survey.exponents.numpy()
+    if survey.exponents is None:
+        return _NONE.reshape(1, 1)
+    assert isinstance(survey.exponents, Tensor)
+    return survey.exponents.numpy()
 
 
 def _allocate(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bitsparse import dtypes, layout
 from bitsparse.activations import Activation
-from bitsparse.backends.base import Kept, Support, Survey, allocate_survey
+from bitsparse.backends.base import NNZ, Kept, Slots, Support, Survey, allocate_survey
 from bitsparse.backends.triton import (
     TritonBackend,
     gradient_buffers,
@@ -34,7 +34,9 @@ from bitsparse.layout import Geometry
 
 _OLDEST = (8, 0)  # compute capability: warp-wide reductions
 _WARPS = 2  # tiles a block, as in kernels.cu
+_MOST_SLOTS = 1024  # of a tile, likewise
 _SCAN_THREADS = 512  # likewise
+_SCAN_TABLES = 7  # likewise
 _CACHE_BYTES = 256 * 2**20
 
 _lock = threading.Lock()
@@ -51,10 +53,10 @@ class CudaBackend(TritonBackend):
     ) -> Survey:
         if not _applies(geometry, dtype, patterns):
             return super().survey(geometry, patterns, dtype, statistics)
-        survey, counts = allocate_survey(geometry, dtype, patterns.device, 1, 1, statistics)
+        survey, counts = allocate_survey(geometry, dtype, patterns.device, 1, 1, statistics, True)
         name = _name("survey", statistics, dtypes.mantissa_bits(dtype))
         with on_device(patterns.device):
-            _run(name, geometry, patterns, survey.words, counts, survey.exponents)
+            _run(name, geometry, patterns, survey.words, counts, *_exponents(survey, 1))
             _scan(counts, survey)
         return survey
 
@@ -72,9 +74,16 @@ class CudaBackend(TritonBackend):
         if not _applies(geometry, dtype, *both):
             return super().activate(geometry, activation, gate, up, fp32_math, statistics)
         survey, counts = allocate_survey(
-            geometry, dtype, gate.device, len(both), 1 + activation.relu_up, statistics
+            geometry, dtype, gate.device, len(both), 1 + activation.relu_up, statistics, True
         )
-        hidden = gate if activation.plain else torch.empty_like(gate)
+        if activation.plain:
+            # `gate` becomes the hidden tensor.
+            hidden, capacity = gate, _MOST_SLOTS
+            slots = gate.new_empty(geometry.tiles * capacity)
+            survey.slots = Slots([slots], capacity)
+        else:
+            hidden, capacity, slots = torch.empty_like(gate), 0, None
+            survey.slots = Slots(both, capacity)
         name = _name(
             "activate",
             dtypes.mantissa_bits(dtype),
@@ -94,7 +103,9 @@ class CudaBackend(TritonBackend):
                 survey.words,
                 survey.up_words,
                 counts,
-                survey.exponents,
+                *_exponents(survey, 2),
+                slots,
+                capacity,
             )
             _scan(counts, survey)
         return hidden, survey
@@ -125,18 +136,18 @@ class CudaBackend(TritonBackend):
             words = layout.packed_words(nnz, width)
             codes = torch.zeros(words, dtype=torch.int32, device=device)
         parts = survey.exponent_buffers(coding, counts, stream)
-        mantissa = dtypes.mantissa_bits(dtype)
+        kind = width, coding.field, dtypes.mantissa_bits(dtype)
+        to = survey.tables[NNZ], codes, *parts
+        least, slots = 1, survey.slots
         with on_device(device):
-            _run(
-                _name("encode", width, coding.field, mantissa, relu),
-                geometry,
-                source,
-                survey.words,
-                survey.words if survey.up_words is None else survey.up_words,
-                survey.tables,
-                codes,
-                *parts,
-            )
+            if slots is not None:
+                values = slots.streams[stream]
+                _run(_name("pack", *kind), geometry, values, slots.capacity, *to)
+                least = slots.capacity + 1
+            if least > 1 or slots is None:
+                up_words = survey.words if survey.up_words is None else survey.up_words
+                name = _name("encode", *kind, relu)
+                _run(name, geometry, source, survey.words, up_words, least, *to)
         return Stream(coding, codes, *parts)
 
     def _scatter(
@@ -234,7 +245,7 @@ def _applies(geometry: Geometry, dtype: torch.dtype, *tensors: Tensor) -> bool:
 @cache
 def _works(device: int) -> bool:
     """Whether kernels can be compiled for the device."""
-    capability = torch.cuda.get_device_capability(device)
+    capability = _capability(device)
     if torch.version.cuda is None or capability < _OLDEST:
         return False
     try:
@@ -249,18 +260,25 @@ def _works(device: int) -> bool:
     return True
 
 
-def _run(name: str, geometry: Geometry, *tensors: Tensor | None) -> None:
+def _exponents(survey: Survey, count: int) -> list[Tensor | None]:
+    """Those of ``count`` streams, as far as there are any."""
+    found: list[Tensor | None] = [] if survey.exponents is None else [*survey.exponents]
+    return [*found, *[None] * (count - len(found))]
+
+
+def _run(name: str, geometry: Geometry, *arguments: Tensor | int | None) -> None:
     """Launch a kernel over the tiles, on the current device and stream."""
     grid = layout.ceil_div(geometry.tiles, _WARPS)
-    _launch(name, grid, 32 * _WARPS, *tensors, geometry.rows, geometry.cols, geometry.tiles)
+    _launch(name, grid, 32 * _WARPS, *arguments, geometry.rows, geometry.cols, geometry.tiles)
 
 
 def _scan(counts: Tensor, survey: Survey) -> None:
     """Offset tables and totals from the counts, int32 ``[rows, tiles]``."""
     rows, tiles = counts.shape
-    words = survey.tables.shape[1]
+    words = survey.tables[NNZ].numel()
     grid = layout.ceil_div(words, layout.TABLE_WORDS * _SCAN_THREADS), rows
-    _launch("scan", grid, _SCAN_THREADS, counts, survey.tables, survey.totals, tiles, words)
+    tables = [*survey.tables, *[None] * (_SCAN_TABLES - rows)]
+    _launch("scan", grid, _SCAN_THREADS, counts, *tables, survey.totals, tiles, words)
 
 
 def _launch(
@@ -271,12 +289,24 @@ def _launch(
         # PyTorch may not have made a context current in this thread yet (autograd has its own).
         Device(device).set_current()
         _thread.device = device
+    # Every microsecond here is one that the device may wait for; `torch.cuda.current_stream` takes
+    # several.
     launch(
-        _stream(torch.cuda.current_stream().cuda_stream),
-        LaunchConfig(grid=grid, block=block),
-        _kernel(name, torch.cuda.get_device_capability(device)),
-        *(a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in arguments),
+        _stream(torch._C._cuda_getCurrentRawStream(device)),
+        _config(grid, block),
+        _kernel(name, _capability(device)),
+        *[a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in arguments],
     )
+
+
+@lru_cache(maxsize=1024)
+def _config(grid: int | tuple[int, int], block: int) -> LaunchConfig:
+    return LaunchConfig(grid=grid, block=block)
+
+
+@cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @cache

@@ -17,6 +17,7 @@ typedef long long i64;
 #define WARPS 2  // tiles a block: 8.5 KiB of shared memory each, 17 if gated
 #define ALL 0xffffffffu
 #define TILE 4096
+#define MOST_SLOTS 1024  // as in cuda.py
 
 constexpr int flat = 0, bucketed = 1, full = 2;  // support codings
 constexpr int FIELDS[2] = {4, 3};                // widths of the exponent field, in counted order
@@ -329,6 +330,73 @@ static __device__ __forceinline__ u32 bucket_bytes(uint4 w) {
     return __reduce_add_sync(ALL, bytes + ((w.x | w.y) != 0) + ((w.z | w.w) != 0));
 }
 
+// The kept values of a tile, one after the other in slot order: where the second pass finds them, so
+// that it need not read the dense tensor again. 64 of them are a row of the tile's own memory, or, if
+// that is needed for something else, of `capacity` slots; a tile of more values is then left out.
+struct Slots {
+    u16* at;
+    i64 row;  // elements from a row to the next one
+    __device__ __forceinline__ Slots(u16* slots, i64 capacity, const Tile& t, i64 cols)
+        : at(slots + (capacity ? t.index * capacity : t.base)), row(capacity ? 64 : cols) {}
+    // Of eight values.
+    __device__ __forceinline__ uint4* piece(u32 p) const {
+        return (uint4*)(at + (p >> 3) * row + 8 * (p & 7));
+    }
+};
+
+// Where, in bytes, the lane's first kept value in each of its 8 columns comes in slot order.
+//   bits: of its 16 rows (from bit 0, from bit 16), two columns a register; w: their words.
+static __device__ __forceinline__ void slot_offsets(
+    u32 (&offsets)[8], const u32 (&bits)[4], uint4 w, int lane) {
+    int q = lane >> 3, j = lane & 7;
+    // Columns come in the order of j, then q: by turning the lanes they can be added up.
+    u32 first = __popc(w.x) + __popc(w.y), both = first + __popc(w.z) + __popc(w.w);
+    u32 before = exclusive_scan(__shfl_sync(ALL, both, (lane & 3) << 3 | lane >> 2), lane);
+    u32 pair = __shfl_sync(ALL, before, 4 * j + q) | first << 16;
+    u32 above[2];  // values of the same column in the rows of other lanes, a byte each
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        u32 even = bits[2 * h], odd = bits[2 * h + 1];
+        u32 mine = __popc(even & 0xffff) | __popc(even >> 16) << 8
+                 | __popc(odd & 0xffff) << 16 | __popc(odd >> 16) << 24;
+        u32 sum = mine, other = __shfl_up_sync(ALL, sum, 8);
+        if (q >= 1) sum += other;
+        other = __shfl_up_sync(ALL, sum, 16);
+        if (q >= 2) sum += other;
+        above[h] = sum - mine;
+    }
+#pragma unroll
+    for (int p = 0; p < 4; p++) {
+        u32 start = __shfl_sync(ALL, pair, 8 * p + j), bytes = above[p >> 1] >> (16 * (p & 1));
+        offsets[2 * p] = 2 * ((start & 0xffff) + (bytes & 0xff));
+        offsets[2 * p + 1] = 2 * ((start & 0xffff) + (start >> 16) + (bytes >> 8 & 0xff));
+    }
+}
+
+// Write the values `v` that are kept into slots, by way of shared memory.
+static __device__ __forceinline__ void store_slots(
+    const Slots& slots, u32 staged, const u32 (&v)[64], const u32 (&bits)[4],
+    const u32 (&offsets)[8], u32 nnz, int lane) {
+    u32 to[8];
+#pragma unroll
+    for (int k = 0; k < 8; k++) to[k] = staged + offsets[k];
+#pragma unroll
+    for (int i = 0; i < 64; i++) {
+        asm volatile("{ .reg .pred p, q; .reg .b16 low, high; .reg .b32 b;"
+                     " mov.b32 {low, high}, %2;"
+                     " and.b32 b, %3, %4; setp.ne.u32 p, b, 0;"
+                     " and.b32 b, %3, %5; setp.ne.u32 q, b, 0;"
+                     " @p st.shared.u16 [%0], low; @p add.u32 %0, %0, 2;"
+                     " @q st.shared.u16 [%1], high; @q add.u32 %1, %1, 2; }"
+                     : "+r"(to[2 * (i & 3)]), "+r"(to[2 * (i & 3) + 1])
+                     : "r"(v[i]), "r"(bits[i & 3]), "r"(1u << (i >> 2)), "r"(0x10000u << (i >> 2))
+                     : "memory");
+    }
+    __syncwarp();
+    for (u32 p = lane; 8 * p < nnz; p += 32) *slots.piece(p) = load_piece(staged + 16 * p);
+    __syncwarp();
+}
+
 // Statistics of one stream; `v`: what is kept of the tile, else zero. The signs are lost.
 //   counts: of the first field, those of the second are `tiles` further on.
 template <int MANTISSA>
@@ -391,13 +459,16 @@ survey(const u16* x, uint4* words, int* counts, u8* exponents, i64 rows, i64 col
 
 // Activation, positions and counts.
 //   gate, up, hidden: u16 [numel], hidden may be gate; words: where relu(gate) counts; up_words: the
-//   same of relu(up) if RELU_UP; counts, exponents ([streams, tiles]): as above.
+//   same of relu(up) if RELU_UP; counts, exponents, up_exponents (if GATED): as above; slots: u16
+//   [tiles, capacity]. If `capacity` is 0, the slots are in `gate` and `up`, which must not be `hidden`.
 template <int MANTISSA, bool GATED, bool SQUARED, bool RELU_UP, bool LATE, bool STATISTICS>
-__global__ void __launch_bounds__(32 * WARPS)
-activate(const u16* gate, const u16* up, u16* hidden, uint4* words, uint4* up_words, int* counts,
-         u8* exponents, i64 rows, i64 cols, i64 tiles) {
+__global__ void __launch_bounds__(32 * WARPS, GATED ? 6 : 10)
+activate(u16* gate, u16* up, u16* hidden, uint4* words, uint4* up_words, int* counts, u8* exponents,
+         u8* up_exponents, u16* slots, i64 capacity, i64 rows, i64 cols, i64 tiles) {
+    __shared__ uint4 storage[WARPS][GATED || SQUARED ? TILE / 8 : MOST_SLOTS / 8];
     Tile t = locate(tiles, rows, cols);
     if (t.index >= tiles) return;
+    u32 staged = shared_address(storage[threadIdx.x >> 5]);
     int lane = threadIdx.x & 31, q = lane >> 3, j = lane & 7;
     u32 g[64], u[GATED ? 64 : 1];
     u32 bits[4] = {0, 0, 0, 0}, up_bits[4] = {0, 0, 0, 0}, kept_bits[4] = {0, 0, 0, 0};
@@ -447,17 +518,29 @@ activate(const u16* gate, const u16* up, u16* hidden, uint4* words, uint4* up_wo
         if (16 * q + i < t.rows)
             *(uint4*)(hidden + at + i * cols) = make_uint4(result[0], result[1], result[2], result[3]);
     }
-    uint4 w = gather_words(bits, q);
+    u32 lane_bits[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) lane_bits[k] = RELU_UP ? kept_bits[k] : bits[k];
+    uint4 w = gather_words(bits, q), kept_w = w;
     words[t.index * (u64)32 + 4 * j + q] = w;
-    u32 nnz = __reduce_add_sync(ALL, count(w));
     if (RELU_UP) {
         uint4 up_w = gather_words(up_bits, q);
         up_words[t.index * (u64)32 + 4 * j + q] = up_w;
-        nnz = __reduce_add_sync(ALL, count(gather_words(kept_bits, q)));
         if (STATISTICS) {
             u32 bytes = bucket_bytes(up_w);
             if (lane == 0) counts[6 * tiles + t.index] = bytes;
         }
+        kept_w = gather_words(kept_bits, q);
+    }
+    u32 nnz = __reduce_add_sync(ALL, count(kept_w));
+    if (GATED || SQUARED || nnz <= MOST_SLOTS) {
+        u32 offsets[8];
+        slot_offsets(offsets, lane_bits, kept_w, lane);
+        store_slots(Slots(capacity ? slots : gate, capacity, t, cols), staged, g, lane_bits, offsets,
+                    nnz, lane);
+        // One after the other: the registers of the first are then free.
+        if constexpr (GATED)
+            store_slots(Slots(up, 0, t, cols), staged, u, lane_bits, offsets, nnz, lane);
     }
     u32 sign = __any_sync(ALL, seen & 0x80008000) ? 1u << 16 : 0;
     if (__any_sync(ALL, up_seen & 0x80008000)) sign |= 1u << 17;
@@ -467,16 +550,18 @@ activate(const u16* gate, const u16* up, u16* hidden, uint4* words, uint4* up_wo
         if (lane == 0) counts[tiles + t.index] = bytes;
         count_exponents<MANTISSA>(g, nnz, lane, t.index, tiles, counts + 2 * tiles, exponents);
         if constexpr (GATED)
-            count_exponents<MANTISSA>(u, nnz, lane, t.index, tiles, counts + 4 * tiles, exponents + tiles);
+            count_exponents<MANTISSA>(u, nnz, lane, t.index, tiles, counts + 4 * tiles, up_exponents);
     }
 }
 
 // Offset tables and totals of the counts; a block takes a part of one row, a thread 16 tiles.
-//   counts: i32 [rows, tiles], the first row with the sign flags; tables: u32 [rows, table_words];
-//   totals: i64 [2 + rows].
+//   counts: i32 [rows, tiles], the first row with the sign flags; table0, ...: u32 [table_words], one
+//   for each row; totals: i64 [2 + rows].
 // What precedes its part a block adds up by itself: without waiting for others, and from the cache.
 __global__ void __launch_bounds__(512)
-scan(const int* counts, u32* tables, i64* totals, i64 tiles, i64 table_words) {
+scan(const int* counts, u32* table0, u32* table1, u32* table2, u32* table3, u32* table4,
+     u32* table5, u32* table6, i64* totals, i64 tiles, i64 table_words) {
+    u32* const tables[] = {table0, table1, table2, table3, table4, table5, table6};
     __shared__ u64 sums[16];
     __shared__ u32 parts[16];
     int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, row = blockIdx.y;
@@ -513,7 +598,7 @@ scan(const int* counts, u32* tables, i64* totals, i64 tiles, i64 table_words) {
         here += parts[n];
     }
     if (block * 10 < table_words) {
-        u32* to = tables + row * table_words + block * 10;
+        u32* to = tables[row] + block * 10;
         u64 start = base + preceding;
         to[0] = (u32)start;
         to[1] = (u32)(start >> 32);
@@ -566,53 +651,29 @@ bucket(const uint2* words, u32* groups, u8* buckets, const u32* bucket_offsets, 
     for (u32 k = lane; k < bytes; k += 32) stream[k] = staged_bytes[k];
 }
 
-// Codes of the kept elements.
-//   x: u16 [numel]; words, more: flat masks, of which both must be set; offsets: table of the
-//   values; out: u16 [nnz] if WIDTH is 16, else zeroed u32 words; exponents: u8 [tiles]; escapes: u8;
-//   escape_offsets: their table.
-template <int WIDTH, int FIELD, int MANTISSA, bool RELU>
-__global__ void __launch_bounds__(32 * WARPS)
-encode(const u16* x, const uint2* words, const uint2* more, const u32* offsets, void* out,
-       const u8* exponents, u8* escapes, const u32* escape_offsets, i64 rows, i64 cols, i64 tiles) {
-    __shared__ uint4 storage[WARPS][PIECES];
-    __shared__ u32 lists[WARPS][BUCKETS + 1];
-    __shared__ u16 values[WARPS][TILE / 2];
-    __shared__ uint2 columns[WARPS][COLUMNS];
-    Tile t = locate(tiles, rows, cols);
-    if (t.index >= tiles) return;
-    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    u32 staged_rows = shared_address(storage[warp]), list = shared_address(lists[warp]);
-    u32 found = shared_address(values[warp]);
-    Pieces pieces(staged_rows, lane);
-    u16* codes = values[warp];
+// Where the codes of a tile go.
+template <int WIDTH, int FIELD, int MANTISSA>
+struct Codes {
+    i64 offset;  // of the next value
+    void* out;
+    u32 top;
+    u8* escape;  // where the next one goes
 
-    uint4 w = load_words(words, t, lane), m = load_words(more, t, lane);
-    w = make_uint4(w.x & m.x, w.y & m.y, w.z & m.z, w.w & m.w);
-    if (!__any_sync(ALL, w.x | w.y | w.z | w.w)) return;
-    store_columns(columns[warp], w, lane);
-    i64 offset = entry(offsets, t.index);
-    constexpr u32 limit = (1 << FIELD) - 1;
-    u32 top = FIELD ? exponents[t.index] : 0;
-    u8* escape = FIELD ? escapes + entry(escape_offsets, t.index) : nullptr;
-    __syncwarp();
-#pragma unroll 1
-    for (int half = 0; half < 2; half++) {
-        u32 bits[4], total;
-        column_bits(bits, columns[warp], half, lane);
-        uint4 eight[8];
-        read_rows(eight, x + first_element(t, cols, half, lane), cols, kept_rows(bits));
-        u32 buckets = list_buckets(list, w, half, lane, total);
-#pragma unroll
-        for (int i = 0; i < 8; i++) store_piece(pieces[i], eight[i]);
-        __syncwarp();
-        for (u32 n = lane; n < buckets; n += 32) {
-            u32 bucket = load_shared(list + 4 * n);
-            move_bucket<false>(bucket, found + (bucket >> 19) * 2, staged_rows);
-        }
-        __syncwarp();
+    __device__ __forceinline__ Codes(
+        const Tile& t, i64 offset, void* out, const u8* exponents, u8* escapes,
+        const u32* escape_offsets)
+        : offset(offset), out(out) {
+        top = FIELD ? exponents[t.index] : 0;
+        escape = FIELD ? escapes + entry(escape_offsets, t.index) : nullptr;
+    }
+
+    // Code and store the next `total` values, which are overwritten.
+    template <bool RELU>
+    __device__ __forceinline__ void store(u16* values, u32 total, int lane) {
+        constexpr u32 limit = (1 << FIELD) - 1;
         for (u32 first = 0; first < total; first += 32) {
             u32 k = first + lane;
-            u32 code = k < total ? codes[k] : 0;
+            u32 code = k < total ? values[k] : 0;
             // relu passes on what is positive or NaN.
             if (RELU && code >> 15 && (code & 0x7fff) <= infinity<MANTISSA>()) code = 0;
             if (FIELD) {
@@ -630,7 +691,7 @@ encode(const u16* x, const uint2* words, const uint2* more, const u32* offsets, 
             }
             if (k < total) {
                 if (WIDTH == 16) ((u16*)out)[offset + k] = code;
-                else codes[k] = code & ((1u << WIDTH) - 1);
+                else values[k] = code & ((1u << WIDTH) - 1);
             }
         }
         if (WIDTH != 16) {
@@ -649,7 +710,7 @@ encode(const u16* x, const uint2* words, const uint2* more, const u32* offsets, 
 #pragma unroll
                 for (int n = 0; n < (31 + WIDTH - 1) / WIDTH + 1; n++) {
                     if (at < 32 && k < total) {
-                        u32 code = codes[k];
+                        u32 code = values[k];
                         word |= at >= 0 ? code << at : code >> -at;
                     }
                     k++;
@@ -661,6 +722,78 @@ encode(const u16* x, const uint2* words, const uint2* more, const u32* offsets, 
         }
         offset += total;
         __syncwarp();
+    }
+};
+
+// Codes of the kept elements.
+//   x: u16 [numel]; words, more: flat masks, of which both must be set; offsets: table of the
+//   values; out: u16 [nnz] if WIDTH is 16, else zeroed u32 words; exponents: u8 [tiles]; escapes: u8;
+//   escape_offsets: their table; least: tiles of fewer values are left out.
+template <int WIDTH, int FIELD, int MANTISSA, bool RELU>
+__global__ void __launch_bounds__(32 * WARPS)
+encode(const u16* x, const uint2* words, const uint2* more, i64 least, const u32* offsets, void* out,
+       const u8* exponents, u8* escapes, const u32* escape_offsets, i64 rows, i64 cols, i64 tiles) {
+    __shared__ uint4 storage[WARPS][PIECES];
+    __shared__ u32 lists[WARPS][BUCKETS + 1];
+    __shared__ u16 values[WARPS][TILE / 2];
+    __shared__ uint2 columns[WARPS][COLUMNS];
+    Tile t = locate(tiles, rows, cols);
+    if (t.index >= tiles) return;
+    i64 offset = entry(offsets, t.index);
+    if (entry(offsets, t.index + 1) - offset < least) return;
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    u32 staged_rows = shared_address(storage[warp]), list = shared_address(lists[warp]);
+    u32 found = shared_address(values[warp]);
+    Pieces pieces(staged_rows, lane);
+
+    uint4 w = load_words(words, t, lane), m = load_words(more, t, lane);
+    w = make_uint4(w.x & m.x, w.y & m.y, w.z & m.z, w.w & m.w);
+    store_columns(columns[warp], w, lane);
+    Codes<WIDTH, FIELD, MANTISSA> codes(t, offset, out, exponents, escapes, escape_offsets);
+    __syncwarp();
+#pragma unroll 1
+    for (int half = 0; half < 2; half++) {
+        u32 bits[4], total;
+        column_bits(bits, columns[warp], half, lane);
+        uint4 eight[8];
+        read_rows(eight, x + first_element(t, cols, half, lane), cols, kept_rows(bits));
+        u32 buckets = list_buckets(list, w, half, lane, total);
+#pragma unroll
+        for (int i = 0; i < 8; i++) store_piece(pieces[i], eight[i]);
+        __syncwarp();
+        for (u32 n = lane; n < buckets; n += 32) {
+            u32 bucket = load_shared(list + 4 * n);
+            move_bucket<false>(bucket, found + (bucket >> 19) * 2, staged_rows);
+        }
+        __syncwarp();
+        codes.template store<RELU>(values[warp], total, lane);
+    }
+}
+
+// Codes of what the first pass has put into slots.
+//   slots, capacity: as in the first pass; offsets to escape_offsets: as above.
+template <int WIDTH, int FIELD, int MANTISSA>
+__global__ void __launch_bounds__(32 * WARPS)
+pack(u16* slots, i64 capacity, const u32* offsets, void* out, const u8* exponents, u8* escapes,
+     const u32* escape_offsets, i64 rows, i64 cols, i64 tiles) {
+    constexpr u32 PART = MOST_SLOTS;  // values at a time
+    __shared__ uint4 storage[WARPS][PART / 8];
+    Tile t = locate(tiles, rows, cols);
+    if (t.index >= tiles) return;
+    i64 offset = entry(offsets, t.index);
+    u32 total = entry(offsets, t.index + 1) - offset;
+    if (total == 0 || (capacity && total > capacity)) return;
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    Slots from(slots, capacity, t, cols);
+    Codes<WIDTH, FIELD, MANTISSA> codes(t, offset, out, exponents, escapes, escape_offsets);
+    uint4* staged = storage[warp];
+#pragma unroll 1
+    for (u32 first = 0; first < total; first += PART) {
+        u32 here = min(total - first, PART);
+#pragma unroll 4
+        for (u32 p = lane; 8 * p < here; p += 32) staged[p] = __ldcs(from.piece(first / 8 + p));
+        __syncwarp();
+        codes.template store<false>((u16*)staged, here, lane);
     }
 }
 
@@ -700,6 +833,12 @@ static __device__ __forceinline__ uint4 read_words(
     return make_uint4(parts[0], parts[1], parts[2], parts[3]);
 }
 
+// Have something that was read only for the sake of reading it not left out as unused; `scratch` is the
+// address of shared memory of which nothing is needed any more.
+static __device__ __forceinline__ void keep(uint3 x, u32 scratch) {
+    asm volatile("st.shared.u32 [%0], %1;" :: "r"(scratch), "r"(x.x | x.y | x.z) : "memory");
+}
+
 // The values of a tile, 32 at a time: lane l gets the pattern of the l-th.
 template <int WIDTH, int FIELD, int MANTISSA>
 struct Values {
@@ -716,6 +855,24 @@ struct Values {
         : first((u64)offset * WIDTH), in((const u32*)in) {
         top = FIELD ? exponents[t.index] : 0;
         escape = FIELD ? escapes + entry(escape_offsets, t.index) : nullptr;
+    }
+
+    // Have all of the tile's `count` values on their way to the first-level cache: later reads of a few
+    // at a time would wait for memory, one after the other. What is returned is to be passed to `keep`
+    // in the end, and not to be looked at before.
+    __device__ __forceinline__ uint3 touch(
+        u32 count, const Tile& t, const u32* escape_offsets, int lane) const {
+        constexpr u32 SECTOR = 8;  // words
+        const u32* from = in + (first >> 5) + SECTOR * lane;
+        int words = (((u32)(first & 31) + count * WIDTH + 31) >> 5) - SECTOR * lane;
+        uint3 touched = make_uint3(words > 0 ? *from : 0, 0, 0);
+#pragma unroll 1
+        for (int n = 32 * SECTOR; n < words; n += 32 * SECTOR) touched.y |= from[n];
+        if (FIELD) {
+            u32 escaped = entry(escape_offsets, t.index + 1) - entry(escape_offsets, t.index);
+            if (32 * lane < escaped) touched.z = escape[32 * lane];
+        }
+        return touched;
     }
 
     // Go on with value k.
@@ -772,17 +929,20 @@ decode(MASK, UP_MASK, const u32* offsets, STREAM(gate), STREAM(up), u16* out, i6
     u32 values = shared_address(groups[warp]);
     Pieces pieces(staged_rows, lane);
 
+    i64 offset = entry(offsets, t.index);
+    u32 in_tile = entry(offsets, t.index + 1) - offset;
+    Values<WIDTH, FIELD, MANTISSA> gates(
+        offset, t, gate, gate_exponents, gate_escapes, gate_escape_offsets);
+    Values<UP_WIDTH, UP_FIELD, MANTISSA> ups(
+        offset, t, up, up_exponents, up_escapes, up_escape_offsets);
+    uint3 touched = gates.touch(in_tile, t, gate_escape_offsets, lane), up_touched = touched;
+    if (GATED) up_touched = ups.touch(in_tile, t, up_escape_offsets, lane);
     u8* scratch = (u8*)storage[warp];
     uint4 w = read_words<SUPPORT>(t, lane, mask, buckets, bucket_offsets, scratch);
     if (TWO_MASKS) {
         uint4 m = read_words<SUPPORT>(t, lane, up_mask, up_buckets, up_bucket_offsets, scratch);
         w = make_uint4(w.x & m.x, w.y & m.y, w.z & m.z, w.w & m.w);
     }
-    i64 offset = entry(offsets, t.index);
-    Values<WIDTH, FIELD, MANTISSA> gates(
-        offset, t, gate, gate_exponents, gate_escapes, gate_escape_offsets);
-    Values<UP_WIDTH, UP_FIELD, MANTISSA> ups(
-        offset, t, up, up_exponents, up_escapes, up_escape_offsets);
     u32 done = 0;
 #pragma unroll 1
     for (int half = 0; half < 2; half++) {
@@ -824,6 +984,8 @@ decode(MASK, UP_MASK, const u32* offsets, STREAM(gate), STREAM(up), u16* out, i6
         }
         __syncwarp();
     }
+    keep(touched, list);
+    if (GATED) keep(up_touched, list);
 }
 
 // Gradients of the pre-activations. With neither GATED nor SQUARED the mask says where the incoming
@@ -832,7 +994,7 @@ decode(MASK, UP_MASK, const u32* offsets, STREAM(gate), STREAM(up), u16* out, i6
 //   may be `grad`.
 template <int SUPPORT, int MANTISSA, int WIDTH, int FIELD, int UP_WIDTH, int UP_FIELD, bool GATED,
           bool SQUARED, bool TWO_MASKS, bool LATE, bool NEED_GATE, bool NEED_UP>
-__global__ void __launch_bounds__(32 * WARPS)
+__global__ void __launch_bounds__(32 * WARPS, GATED ? 10 : 12)
 gradient(const u16* grad, u16* grad_gate, u16* grad_up, MASK, UP_MASK, const u32* offsets,
          STREAM(gate), STREAM(up), i64 rows, i64 cols, i64 tiles) {
     constexpr bool VALUES = GATED || SQUARED;
@@ -841,7 +1003,7 @@ gradient(const u16* grad, u16* grad_gate, u16* grad_up, MASK, UP_MASK, const u32
     constexpr bool DOUBLED = SQUARED && !GATED && (!LATE || MANTISSA == 7);
     // Rows of the incoming gradient that are read at a time: all, so that they are on their way while
     // the values are unpacked, unless the registers are needed for two of everything.
-    constexpr int BATCH = GATED ? 4 : 8;
+    constexpr int BATCH = 8;
     __shared__ uint4 storage[GATED ? 2 : 1][WARPS][VALUES ? PIECES : BUCKET_BYTES / 16 + 1];
     __shared__ u32 lists[WARPS][VALUES ? BUCKETS + 1 : 1];
     __shared__ u16 groups[GATED ? 2 : 1][WARPS][VALUES ? GROUP : 1];
@@ -856,6 +1018,15 @@ gradient(const u16* grad, u16* grad_gate, u16* grad_up, MASK, UP_MASK, const u32
     constexpr u32 UP_ROWS = sizeof(storage[0]), UP_VALUES = sizeof(groups[0]);
     Pieces pieces(staged_rows, lane);
 
+    i64 offset = VALUES ? entry(offsets, t.index) : 0;
+    u32 in_tile = VALUES ? entry(offsets, t.index + 1) - offset : 0;
+    Values<WIDTH, VALUES ? FIELD : 0, MANTISSA> gates(
+        offset, t, gate, gate_exponents, gate_escapes, gate_escape_offsets);
+    Values<UP_WIDTH, GATED ? UP_FIELD : 0, MANTISSA> ups(
+        offset, t, up, up_exponents, up_escapes, up_escape_offsets);
+    uint3 touched = make_uint3(0, 0, 0), up_touched = touched;
+    if (VALUES) touched = gates.touch(in_tile, t, gate_escape_offsets, lane);
+    if (GATED) up_touched = ups.touch(in_tile, t, up_escape_offsets, lane);
     u8* scratch = (u8*)storage[0][warp];
     uint4 w = read_words<SUPPORT>(t, lane, mask, buckets, bucket_offsets, scratch);
     store_columns(own, w, lane);
@@ -864,11 +1035,6 @@ gradient(const u16* grad, u16* grad_gate, u16* grad_up, MASK, UP_MASK, const u32
         store_columns(other, m, lane);
         w = make_uint4(w.x & m.x, w.y & m.y, w.z & m.z, w.w & m.w);
     }
-    i64 offset = VALUES ? entry(offsets, t.index) : 0;
-    Values<WIDTH, VALUES ? FIELD : 0, MANTISSA> gates(
-        offset, t, gate, gate_exponents, gate_escapes, gate_escape_offsets);
-    Values<UP_WIDTH, GATED ? UP_FIELD : 0, MANTISSA> ups(
-        offset, t, up, up_exponents, up_escapes, up_escape_offsets);
     u32 done = 0;
     __syncwarp();
 #pragma unroll 1
@@ -977,4 +1143,6 @@ gradient(const u16* grad, u16* grad_gate, u16* grad_up, MASK, UP_MASK, const u32
         }
         __syncwarp();
     }
+    if (VALUES) keep(touched, list);
+    if (GATED) keep(up_touched, list);
 }

@@ -1104,6 +1104,7 @@ def _codings(kept: Kept) -> dict[str, Any]:
 
 def scan(counts: Tensor, survey: Survey) -> None:
     rows, tiles = counts.shape
+    assert isinstance(survey.tables, Tensor)
     scan_kernel[(rows,)](
         counts,
         survey.tables.view(torch.int16),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +12,15 @@ from torch import Tensor
 
 from bitsparse import codings, dtypes, layout
 from bitsparse.activations import ACTIVATIONS, Activation, get_activation
-from bitsparse.backends import BACKENDS, Backend, Kept, backend_for, force_backend, get_backend
+from bitsparse.backends import (
+    BACKENDS,
+    Backend,
+    Kept,
+    Survey,
+    backend_for,
+    force_backend,
+    get_backend,
+)
 from bitsparse.bench import nvcomp
 from bitsparse.bench.inputs import PRE_ACTIVATIONS
 from bitsparse.bench.lossless import compress_checked
@@ -269,25 +277,35 @@ def _nbytes(*tensors: Tensor | None) -> int:
     return sum(t.nbytes for t in tensors if t is not None)
 
 
+def _summary_nbytes(survey: Survey) -> int:
+    """Of what the first pass writes besides positions."""
+    exponents = [] if survey.exponents is None else survey.exponents
+    return _nbytes(survey.totals, *survey.tables, *exponents)
+
+
 def _block_steps(
     backend: Backend, activation: Activation, gate: Tensor, up: Tensor | None, codec: str
 ) -> _Steps:
     """The steps of a feed-forward block, each of them run once."""
     geometry = layout.geometry(gate.shape)
     statistics = codings.needs_statistics(codec)
-    scratch = torch.empty_like(gate)
+    scratch = [torch.empty_like(t) for t in (gate, up) if t is not None]
 
-    def overwritten() -> Tensor:
-        # Plain ReLU writes its result over its input.
-        return scratch.copy_(gate) if activation.plain else gate
+    def restored() -> list[Tensor]:
+        # The first pass overwrites its inputs.
+        for t, original in zip(scratch, (gate, up), strict=False):
+            t.copy_(original)
+        return scratch
 
-    def activate(source: Tensor) -> object:
-        return backend.activate(geometry, activation, source, up, False, statistics)
+    def activate(inputs: Sequence[Tensor]) -> tuple[Tensor, Survey]:
+        pair = inputs[0], (None if up is None else inputs[1])
+        return backend.activate(geometry, activation, *pair, False, statistics)
 
-    hidden, survey = backend.activate(geometry, activation, overwritten(), up, False, statistics)
+    consumed = [t.clone() for t in restored()]
+    hidden, survey = activate(consumed)
     counts = survey.counts(survey.totals.tolist())
     choice = codings.choose(counts, codec)
-    sources = [(gate, True)] + ([] if up is None else [(up, activation.relu_up)])
+    sources = list(zip(consumed, (True, activation.relu_up), strict=False))
 
     def encode_values() -> list[Stream]:
         return [
@@ -311,7 +329,7 @@ def _block_steps(
     stream_bytes = _nbytes(*(t for stream in streams for t in stream.tensors))
     offset_bytes = support.offsets.nbytes
     word_bytes = _nbytes(survey.words, survey.up_words)
-    survey_bytes = word_bytes + _nbytes(survey.totals, survey.tables, survey.exponents)
+    survey_bytes = word_bytes + _summary_nbytes(survey)
     kept_bytes = mask_bytes + stream_bytes + offset_bytes
     dense = gate.nbytes
     coded = {"support": choice.support.name, "values": [c.name for c in choice.values]}
@@ -321,7 +339,7 @@ def _block_steps(
         return _Step(Task(run, prepare, waits=False), moved, **coded)  # type: ignore[arg-type]
 
     steps = {
-        "activate": step(activate, dense * (1 + len(sources)) + survey_bytes, overwritten),
+        "activate": step(activate, dense * (1 + len(sources)) + survey_bytes, restored),
         "encode_values": step(
             lambda _: encode_values(),
             len(sources) * (dense + word_bytes + offset_bytes) + stream_bytes,
@@ -346,7 +364,7 @@ def _whole_steps(name: str, x: Tensor, codec: str) -> _Steps:
     geometry, patterns = layout.geometry(x.shape), dtypes.to_patterns(x)
     statistics = codings.needs_statistics(codec)
     survey = backend.survey(geometry, patterns, x.dtype, statistics)
-    survey_bytes = _nbytes(survey.words, survey.totals, survey.tables, survey.exponents)
+    survey_bytes = _nbytes(survey.words) + _summary_nbytes(survey)
     with force_backend(name):
         c = compress_checked(x, f"{tuple(x.shape)} {x.dtype}", codec=codec)
 

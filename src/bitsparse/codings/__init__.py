@@ -6,12 +6,12 @@ To add one: write a file with a ``CODING`` (support) or ``CODINGS`` (values) obj
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -79,11 +79,6 @@ class Counts:
         masks = sum(coding.nbytes(self.geometry, b) for b in self.bucket_bytes)
         return masks + 4 * table_words(self.geometry.tiles)
 
-    def values_nbytes(self, coding: ValueCoding, stream: int) -> int:
-        """Bytes of one stream of values."""
-        escapes = self.streams[stream].escapes.get(coding.field, 0)
-        return coding.nbytes(self.nnz, self.dtype, self.geometry.tiles, escapes)
-
 
 class Choice(NamedTuple):
     """Codings for the positions and for each stream of values."""
@@ -111,35 +106,52 @@ def choose(counts: Counts, policy: str, support: str = "auto", values: str = "au
     ]
     if not supports:
         raise ValueError(f"support: got {support!r}, but x has elements that are zero")
-    per_stream = []
+    nnz, dtype, tiles = counts.nnz, counts.dtype, counts.geometry.tiles
+    found = _undominated([(counts.support_nbytes(c), c.cost, (c,)) for c in supports])
     for stream in counts.streams:
-        every = [c for c in map(value_coding, VALUES) if c.applies(counts.dtype, stream.any_sign)]
-        wanted = _wanted(values, VALUES, policy, *FAMILIES["exponent"])
-        fits = [c for c in every if c.name in wanted]
-        if not fits:
-            why = ", some of which have their sign bit set" if stream.any_sign else ""
-            raise ValueError(
-                f"values: got {values!r}, which cannot hold these values of {counts.dtype}"
-                f"{why}; allowed: 'auto', " + ", ".join(repr(c.name) for c in every)
-            )
-        per_stream.append(fits)
-    sizes = {c.name: counts.support_nbytes(c) for c in supports}
-    value_sizes = [
-        {c.name: counts.values_nbytes(c, i) for c in fits} for i, fits in enumerate(per_stream)
-    ]
-    choices = [
-        Choice(s, v, sizes[s.name] + sum(value_sizes[i][c.name] for i, c in enumerate(v)))
-        for s in supports
-        for v in itertools.product(*per_stream)
-    ]
-    smallest = min(c.nbytes for c in choices)
-    limit = smallest * (_TOLERANCE if policy == "balanced" else 1)
-    small_enough = [c for c in choices if c.nbytes <= limit]
-    return min(small_enough, key=lambda c: (_cost(c), c.nbytes))
+        escapes = stream.escapes
+        options = _undominated(
+            [
+                (c.nbytes(nnz, dtype, tiles, escapes.get(c.field, 0)), c.cost, (c,))
+                for c in _fitting(dtype, stream.any_sign, policy, values)
+            ]
+        )
+        found = _undominated(
+            [(m + n, p + q, (*chosen, *c)) for m, p, chosen in found for n, q, c in options]
+        )
+    limit = found[0][0] * (_TOLERANCE if policy == "balanced" else 1)
+    nbytes, _, (mask, *coded) = [f for f in found if f[0] <= limit][-1]
+    return Choice(mask, tuple(coded), nbytes)
 
 
-def _cost(choice: Choice) -> int:
-    return choice.support.cost + sum(v.cost for v in choice.values)
+_Option = tuple[int, int, tuple[Any, ...]]
+"""Bytes, cost, codings."""
+
+
+def _undominated(options: list[_Option]) -> list[_Option]:
+    """Without those that are neither smaller nor faster than another: smallest first."""
+    found: list[_Option] = []
+    for option in sorted(options, key=itemgetter(0, 1)):
+        if not found or option[1] < found[-1][1]:
+            found.append(option)
+    return found
+
+
+@cache
+def _fitting(
+    dtype: torch.dtype, any_sign: bool, policy: str, values: str
+) -> tuple[ValueCoding, ...]:
+    """The value codings that may be chosen for such values."""
+    every = [c for c in map(value_coding, VALUES) if c.applies(dtype, any_sign)]
+    wanted = _wanted(values, VALUES, policy, *FAMILIES["exponent"])
+    fits = tuple(c for c in every if c.name in wanted)
+    if not fits:
+        why = ", some of which have their sign bit set" if any_sign else ""
+        raise ValueError(
+            f"values: got {values!r}, which cannot hold these values of {dtype}"
+            f"{why}; allowed: 'auto', " + ", ".join(repr(c.name) for c in every)
+        )
+    return fits
 
 
 def _wanted(name: str, every: Sequence[str], policy: str, *slow: str) -> Sequence[str]:

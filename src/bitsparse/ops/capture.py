@@ -326,7 +326,7 @@ class _Fixed(torch.autograd.Function):
         fits = (survey.totals <= record.limits).all()
         record.overflows += ~fits
         # What does not fit is an empty tensor from here on: nothing is written.
-        for positions in (survey.words, survey.up_words, survey.tables):
+        for positions in (survey.words, survey.up_words, *survey.tables):
             if positions is not None:
                 positions *= fits
         kept = encode(activation, survey, capacity, choice, gate, up)
