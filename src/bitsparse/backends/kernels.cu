@@ -994,7 +994,7 @@ decode(MASK, UP_MASK, const u32* offsets, STREAM(gate), STREAM(up), u16* out, i6
 //   may be `grad`.
 template <int SUPPORT, int MANTISSA, int WIDTH, int FIELD, int UP_WIDTH, int UP_FIELD, bool GATED,
           bool SQUARED, bool TWO_MASKS, bool LATE, bool NEED_GATE, bool NEED_UP>
-__global__ void __launch_bounds__(32 * WARPS, GATED ? 10 : 12)
+__global__ void __launch_bounds__(32 * WARPS, GATED ? 8 : 12)
 gradient(const u16* grad, u16* grad_gate, u16* grad_up, MASK, UP_MASK, const u32* offsets,
          STREAM(gate), STREAM(up), i64 rows, i64 cols, i64 tiles) {
     constexpr bool VALUES = GATED || SQUARED;

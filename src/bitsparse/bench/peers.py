@@ -38,11 +38,11 @@ Factory = Callable[[str, Weights], Block]
 EAGER, COMPILE = "eager", "compile"
 
 _BUDGET = 0.5
-_CHUNKS = 8
+_CHUNKS = 4
 
 
 def default_chunk(tokens: int) -> int:
-    """An eighth of the tokens, rounded up to a multiple of 64."""
+    """A quarter of the tokens, rounded up to a multiple of 64."""
     return -(-tokens // (64 * _CHUNKS)) * 64
 
 

@@ -33,7 +33,7 @@ ActivationsOption = Annotated[
 ]
 ChunkOption = Annotated[
     int | None,
-    typer.Option(help='Of "chunked". (default: an eighth of the tokens, as a multiple of 64)'),
+    typer.Option(help='Of "chunked". (default: a quarter of the tokens, as a multiple of 64)'),
 ]
 
 MIB = 2**20
