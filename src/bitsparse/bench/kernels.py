@@ -289,16 +289,17 @@ def _block_steps(
     """The steps of a feed-forward block, each of them run once."""
     geometry = layout.geometry(gate.shape)
     statistics = codings.needs_statistics(codec)
-    scratch = [torch.empty_like(t) for t in (gate, up) if t is not None]
+    inputs = [t for t in (gate, up) if t is not None]
+    scratch = [torch.empty_like(t) for t in inputs]
 
     def restored() -> list[Tensor]:
         # The first pass overwrites its inputs.
-        for t, original in zip(scratch, (gate, up), strict=False):
+        for t, original in zip(scratch, inputs, strict=True):
             t.copy_(original)
         return scratch
 
-    def activate(inputs: Sequence[Tensor]) -> tuple[Tensor, Survey]:
-        pair = inputs[0], (None if up is None else inputs[1])
+    def activate(consumed: Sequence[Tensor]) -> tuple[Tensor, Survey]:
+        pair = consumed[0], (None if up is None else consumed[1])
         return backend.activate(geometry, activation, *pair, False, statistics)
 
     consumed = [t.clone() for t in restored()]
@@ -332,6 +333,8 @@ def _block_steps(
     survey_bytes = word_bytes + _summary_nbytes(survey)
     kept_bytes = mask_bytes + stream_bytes + offset_bytes
     dense = gate.nbytes
+    # Where the first pass leaves the values for the second one, which then reads these alone.
+    slot_bytes = 0 if survey.slots is None else counts.nnz * gate.itemsize * len(sources)
     coded = {"support": choice.support.name, "values": [c.name for c in choice.values]}
     recoded = choice.support.name == "bucketed"  # a flat mask is what the first pass wrote
 
@@ -339,10 +342,12 @@ def _block_steps(
         return _Step(Task(run, prepare, waits=False), moved, **coded)  # type: ignore[arg-type]
 
     steps = {
-        "activate": step(activate, dense * (1 + len(sources)) + survey_bytes, restored),
+        "activate": step(
+            activate, dense * (1 + len(sources)) + survey_bytes + slot_bytes, restored
+        ),
         "encode_values": step(
             lambda _: encode_values(),
-            len(sources) * (dense + word_bytes + offset_bytes) + stream_bytes,
+            (slot_bytes or len(sources) * (dense + word_bytes)) + offset_bytes + stream_bytes,
         ),
         "encode_support": step(
             lambda _: backend.encode_support(choice.support, survey, counts),
