@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from bitsparse.memory import memory_stats, release_workspace
     from bitsparse.ops.capture import graph_overflows, graph_warmup
     from bitsparse.ops.feed_forward import ffn
+    from bitsparse.saved_tensors import compressed_saved_tensors
     from bitsparse.tensor import BitSparseTensor, compress, decompress
 
     __version__: str
@@ -21,6 +22,7 @@ _HOMES = {
     "TensorFile": "bitsparse.io",
     "TensorInfo": "bitsparse.io",
     "compress": "bitsparse.tensor",
+    "compressed_saved_tensors": "bitsparse.saved_tensors",
     "decompress": "bitsparse.tensor",
     "ffn": "bitsparse.ops.feed_forward",
     "graph_overflows": "bitsparse.ops.capture",
@@ -37,6 +39,7 @@ __all__ = [
     "TensorInfo",
     "__version__",
     "compress",
+    "compressed_saved_tensors",
     "decompress",
     "ffn",
     "graph_overflows",
