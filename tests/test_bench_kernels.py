@@ -13,7 +13,7 @@ from bitsparse.bench import inputs, kernels, nvcomp
 from bitsparse.bench.kernels import STEPS, WHOLE, WHOLE_STEPS, KernelsConfig, run_kernels
 from bitsparse.bench.timing import Spread, Task, alternate, reason, same_bits
 from bitsparse.cli.app import app
-from bitsparse.training.errors import UserError
+from bitsparse.training.errors import UserError, check_at_least
 from helpers import assert_refused
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -223,3 +223,24 @@ def test_bad_options(message):
 def test_config_is_checked_without_the_command():
     with pytest.raises(UserError, match="--repeats"):
         run_kernels(KernelsConfig(repeats=0))
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        (["/dev/null", None], "--output-json: got /dev/null, allowed: a file in a folder"),
+        (["there.json", "there.json"], "--plot: got .*there.json, which --output-json names too"),
+    ],
+)
+def test_outputs_are_refused_before_anything_is_measured(files, message, tmp_path):
+    from bitsparse.cli.bench.common import check_outputs
+
+    paths = [None if f is None else tmp_path / f for f in files]
+    with pytest.raises(UserError, match=message):
+        check_outputs(("--output-json", paths[0]), ("--plot", paths[1]))
+    assert not list(tmp_path.iterdir())
+
+
+def test_infinite_limits_are_refused():
+    with pytest.raises(UserError, match="--max-seconds: got inf"):
+        check_at_least("--max-seconds", float("inf"), 0)

@@ -1,5 +1,6 @@
 """Buffers of fixed sizes, as inside a CUDA graph, on any device: no value is ever lost."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,11 @@ from bitsparse.dtypes import COMPUTE_DTYPES
 from bitsparse.ops import capture
 from helpers import assert_same_values
 from test_feed_forward import inputs, plain, run
+
+
+@pytest.fixture(autouse=True)
+def no_overflows_yet():
+    bitsparse.graph_overflows(reset=True)
 
 
 def warm_up(t, activation, codec="balanced", slack=1.25):
@@ -227,3 +233,56 @@ def test_higher_derivatives_and_changed_weights_are_errors(device):
             t["w_up"].mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
+
+
+def test_warm_ups_of_several_threads_end_with_the_last(device):
+    first, second = bitsparse.graph_warmup(2), bitsparse.graph_warmup(3)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert capture.applies(torch.zeros(1, device=device))
+    second.__exit__(None, None, None)
+    assert not capture.applies(torch.zeros(1, device=device))
+
+
+@pytest.mark.parametrize("slack", [float("inf"), float("nan"), 10**400, True, "2", None])
+def test_slack_is_a_finite_number(slack):
+    with pytest.raises(ValueError, match="slack: got"), bitsparse.graph_warmup(slack):
+        pass
+
+
+def test_overflows_are_counted_when_the_weights_are_gone(device):
+    t = inputs("relu2", (70, 24), 72, torch.float32, device)
+    warm_up(t, "relu2")
+    shrink(t, nnz=64)
+    with capture.rehearsal():
+        bitsparse_run(t, "relu2")
+    assert bitsparse.graph_overflows() == 1
+    del t
+    gc.collect()
+    assert bitsparse.graph_overflows() == 1
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("kind", ["leaf", "view", "product"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_inputs_that_autocast_casts_once_or_for_every_use(device, activation, cache, kind, dtype):
+    results = []
+    for memory in ("dense", "compressed"):
+        t = inputs(activation, (70, 24), 72, dtype, device)
+        leaf = t["x"] = t["x"].detach()
+        if kind == "view":
+            leaf = t["x"] = t["x"].view(70, 24)
+        leaf.requires_grad_()
+        if kind == "product":
+            t["x"] = t["x"] * 1
+        with torch.autocast(device.type, torch.bfloat16, cache_enabled=cache):
+            if memory == "dense":
+                y = plain(activation, **t)
+            else:
+                with bitsparse.graph_warmup():
+                    y = bitsparse.ffn(**t, activation=activation)
+        y.float().square().sum().backward()
+        results.append(leaf.grad)
+    assert_same_values(results[1], results[0], activation)

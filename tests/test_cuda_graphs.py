@@ -14,6 +14,11 @@ pytestmark = [needs_cuda, pytest.mark.gpu]
 TOKENS, D_MODEL, D_FF = 1024, 256, 1024
 
 
+@pytest.fixture(autouse=True)
+def no_overflows_yet():
+    bitsparse.graph_overflows(reset=True)
+
+
 class Step:
     """A training step of some blocks, without the update; inputs are copied into place."""
 

@@ -327,6 +327,26 @@ def test_nothing_is_kept_without_gradients(device):
             assert_same_values(y, plain("relu2", **t))
 
 
+@pytest.mark.parametrize("options", [{}, {"tokens_per_chunk": 16}, {"storage": "fp8"}], ids=str)
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_autocast_without_gradients(device, context, options):
+    t = inputs("reglu", (64, 16), 80, torch.float32, device, bias=True)
+    with context(), torch.autocast(device.type, torch.bfloat16):
+        y = bitsparse.ffn(**t, activation="reglu", **options)
+        assert_same_values(y, plain("reglu", **t))
+
+
+@pytest.mark.parametrize("options", [{}, {"tokens_per_chunk": 16}, {"storage": "fp8"}], ids=str)
+@pytest.mark.parametrize("leading", [(64,), (2, 32), ()])
+def test_no_output_features(device, leading, options):
+    t = inputs("relu2", (*leading, 16), 80, torch.float32, device)
+    t["w_down"] = torch.empty(0, 80, device=device, requires_grad=True)
+    y = bitsparse.ffn(**t, activation="relu2", **options)
+    assert y.shape == (*leading, 0)
+    y.sum().backward()
+    assert not t["x"].grad.any() and t["w_down"].grad.shape == (0, 80)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_storage_is_freed_after_backward(device, activation):
     before = bitsparse.memory_stats()

@@ -60,7 +60,7 @@ class FeedForward(nn.Module):
         act = get_activation(activation)
         check_options(memory, codec, precision, storage, scaling, tokens_per_chunk)
         for name, size in (("d_model", d_model), ("d_ff", d_ff)):
-            if not isinstance(size, int) or size < 1:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name}: got {size!r}, allowed: a positive integer")
         self.activation = activation
         self.memory = memory
@@ -83,6 +83,10 @@ class FeedForward(nn.Module):
             # A child that was replaced or patched (an adapter), or that has hooks (its own, global
             # ones), must be called as a module, and may compute something else: plain PyTorch,
             # nothing compressed.
+            check_options(
+                self.memory, self.codec, self.precision, self.storage, self.scaling,
+                self.tokens_per_chunk,
+            )  # fmt: skip
             fp8.check_plain_children(self.precision, self.storage)
             hidden = act.dense(*(m(x) for m in (gate, self.up) if m is not None))
             return self.down(hidden)  # type: ignore[no-any-return]

@@ -69,6 +69,8 @@ def test_killed_runs_resume_to_the_same_bits(text: Path, tmp_path: Path) -> None
         process.send_signal(how)
         output, errors = process.communicate(timeout=60)
         assert process.returncode == (130 if how == signal.SIGINT else -how), errors
+        if how == signal.SIGINT:
+            assert "error: interrupted" in errors
         assert "Traceback" not in errors
     assert "--resume continues" in output
     assert len(losses(broken)) < 60

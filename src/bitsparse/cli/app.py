@@ -50,11 +50,13 @@ def run() -> int:
     """Run the command. Returns its exit status; a foreseen error is one line on stderr."""
     try:
         status = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        if status == _INTERRUPTED:  # what some versions of Typer make of Ctrl-C
+            return _fail("interrupted", status)
         return status if isinstance(status, int) else 0
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted", 130)
+        return _fail("interrupted", _INTERRUPTED)
     except UserError as error:
         return _fail(str(error))
     except BrokenPipeError:
@@ -71,7 +73,10 @@ def run() -> int:
             return _fail(error.format_message(), 2)
         if not is_out_of_memory(error):
             raise
-        return _fail("out of memory: a smaller --batch-size, --seq-len or --preset may fit")
+        return _fail("out of memory: smaller shapes, batches or models may fit")
+
+
+_INTERRUPTED = 130
 
 
 def _fail(message: str, status: int = 1) -> int:

@@ -72,14 +72,22 @@ def as_autocast_would(weight: Tensor) -> Tensor:
     up in the lower precision. A cast of our own would add them in float32: other bits. The cast
     that autocast remembers is not exposed, but a product with an empty matrix saves it.
     """
-    if weight.dtype == torch.get_autocast_dtype(weight.device.type):
+    dtype = torch.get_autocast_dtype(weight.device.type)
+    if weight.dtype == dtype:
         return weight
+    if not torch.is_grad_enabled():
+        return weight.to(dtype)
     empty = weight.new_empty(0, weight.shape[0], requires_grad=True)
     # Own hooks on top: those of a caller (offloading, say) must not see this product.
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         node: Any = torch.matmul(empty, weight).grad_fn
         cast: Tensor = node._saved_mat2 if weight.dim() == 2 else node._saved_vec
     return cast
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """``x`` as a matrix, also where it has no elements."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def check_hidden_dtype(dtype: torch.dtype) -> None:
@@ -230,7 +238,7 @@ def down_gradients(
     ``w_down`` is not used where neither ``gate`` nor ``up`` needs a gradient.
     """
     grad_gate = grad_up = grad_weight = None
-    grad_2d = grad_out.reshape(-1, grad_out.shape[-1])
+    grad_2d = as_rows(grad_out)
     activation, fp32_math = down.activation, down.fp32_math
     kept = down.restore(tensors)
     backend = backend_for(grad_out.device)
@@ -263,7 +271,7 @@ def down_gradients(
 def bias_gradient(grad_out: Tensor, shape: torch.Size) -> Tensor:
     """Gradient of the bias, of that shape, of a ``linear``: summed in the order of PyTorch's."""
     flattened = grad_out.dim() <= 3 or _linear_flattens(grad_out.device.type)
-    flat = grad_out.reshape(-1, grad_out.shape[-1]) if flattened else grad_out
+    flat = as_rows(grad_out) if flattened else grad_out
     return flat.sum_to_size(shape)
 
 

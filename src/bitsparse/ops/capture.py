@@ -10,6 +10,7 @@ as activation checkpointing does. That may cost time, and never a value.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,6 +35,7 @@ from bitsparse.ops.block import (
     Report,
     Tensors,
     account,
+    as_rows,
     bias_gradient,
     check_hidden_dtype,
     dense_nbytes,
@@ -49,11 +51,13 @@ _SPARE = 1024  # added to every capacity: small counts vary more
 _BUCKET_BYTES = TILE // BUCKET + TILE // GROUP  # of a tile, at most
 
 _lock = threading.Lock()
-_slack: float | None = None  # while warming up
-_rehearsing = False
+_slacks: list[float] = []  # of the warm-ups under way, in any thread
+_rehearsals: list[None] = []  # likewise
 _in_graphs: list[tuple[Tensor, Tensor]] = []
 """Limits and counters that captured graphs read and write, as long as the process lives: a graph
 holds no references, and a limit that is no longer there would let it write past its buffers."""
+_counters: list[Tensor] = []
+"""Of overflows, of every kind of call there has been."""
 _records: Any = WeakIdKeyDictionary()
 """For each down projection's weight, and then for each kind of call, what warm-up has found."""
 
@@ -80,16 +84,21 @@ def graph_warmup(slack: float = 1.25) -> Iterator[None]:
             :func:`graph_overflows`.
 
     Raises:
-        ValueError: ``slack`` is not a number of at least 1.
+        ValueError: ``slack`` is not a finite number of at least 1.
     """
-    global _slack
-    if not isinstance(slack, (int, float)) or not slack >= 1:
-        raise ValueError(f"slack: got {slack!r}, allowed: a number of at least 1")
-    before, _slack = _slack, float(slack)
+    if (
+        isinstance(slack, bool)
+        or not isinstance(slack, (int, float))
+        or not 1 <= slack <= sys.float_info.max
+    ):
+        raise ValueError(f"slack: got {slack!r}, allowed: a finite number of at least 1")
+    with _lock:
+        _slacks.append(float(slack))
     try:
         yield
     finally:
-        _slack = before
+        with _lock:
+            _slacks.remove(float(slack))
 
 
 def graph_overflows(reset: bool = False) -> int:
@@ -103,7 +112,7 @@ def graph_overflows(reset: bool = False) -> int:
         reset: start again at 0.
     """
     with _lock:
-        counters = [r.overflows for kinds in _records.values() for r in kinds.values()]
+        counters = list(_counters)
     total = sum(int(c) for c in counters)
     if reset:
         for counter in counters:
@@ -114,21 +123,20 @@ def graph_overflows(reset: bool = False) -> int:
 @contextlib.contextmanager
 def rehearsal() -> Iterator[None]:
     """Do as inside a CUDA graph, on any device and without one: for tests and comparisons."""
-    global _rehearsing
-    before, _rehearsing = _rehearsing, True
+    _rehearsals.append(None)
     try:
         yield
     finally:
-        _rehearsing = before
+        _rehearsals.pop()
 
 
 def applies(x: Tensor) -> bool:
     """Whether a block is to use buffers of fixed sizes now."""
-    return _slack is not None or _in_graph(x)
+    return bool(_slacks) or _in_graph(x)
 
 
 def _in_graph(x: Tensor) -> bool:
-    return _rehearsing or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return bool(_rehearsals) or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 class _Kind(NamedTuple):
@@ -148,6 +156,7 @@ class _Record:
     def __init__(self, kind: _Kind) -> None:
         self.kind = kind
         self.overflows = torch.zeros((), dtype=torch.int64, device=kind.device)
+        _counters.append(self.overflows)
         self.seen: Counts | None = None
         self.capacity: Counts | None = None
         self.choice: Choice | None = None
@@ -248,7 +257,13 @@ def fixed(t: Tensors, activation: Activation, codec: str, report: Report | None)
     if torch.is_autocast_enabled(x.device.type):
         # As autocast does it: parameters are cast once, others for every use.
         x_up = x.to(torch.get_autocast_dtype(x.device.type))
-        once_only = not activation.gated or (x.is_leaf and x.requires_grad)
+        once_only = not activation.gated or (
+            x.is_leaf
+            and x.requires_grad
+            and x.dtype == torch.float32
+            and not x._is_view()
+            and torch.is_autocast_cache_enabled()
+        )
         x = x_up if once_only else x.to(x_up.dtype)
         t = t.with_cast_parameters()
     _, w_up, w_down, w_gate, b_up, b_down, b_gate = t
@@ -316,10 +331,10 @@ class _Fixed(torch.autograd.Function):
         hidden, survey = backend.activate(geometry, activation, gate, up, fp32_math, statistics)
         out = F.linear(hidden, w_down, b_down)
         del hidden
-        if not capturing and _slack is not None:
+        if not capturing and _slacks:
             counts = survey.counts(survey.totals.tolist())
-            record.learn(counts, _slack)
-        if capturing and not _rehearsing:
+            record.learn(counts, _slacks[-1])
+        if capturing and not _rehearsals:
             _in_graphs.append((record.limits, record.overflows))
         capacity, choice = record.capacity, record.choice
         assert capacity is not None and choice is not None
@@ -347,7 +362,7 @@ class _Fixed(torch.autograd.Function):
                 grad_bias = bias_gradient(grad_out, ctx.bias_shape)
             if ctx.down is not None:
                 w_down, fits, x, w_gate, b_gate, w_up, b_up, *tensors = ctx.saved_tensors
-                inputs = recompute.Inputs(x.reshape(-1, x.shape[-1]), w_gate, b_gate, w_up, b_up)
+                inputs = recompute.Inputs(as_rows(x), w_gate, b_gate, w_up, b_up)
                 layer = (
                     backend_for(grad_out.device),
                     fits,

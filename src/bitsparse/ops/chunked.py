@@ -26,6 +26,7 @@ from bitsparse.ops.block import (
     Tensors,
     Totals,
     account,
+    as_rows,
     check_hidden_dtype,
     dense_nbytes,
     encode,
@@ -82,11 +83,6 @@ class _Open:
     totals: Totals
 
 
-def _rows(x: Tensor) -> Tensor:
-    """``x`` as a matrix."""
-    return x.reshape(-1, x.shape[-1])
-
-
 def _forward(
     settings: _Settings,
     t: Tensors,
@@ -96,7 +92,7 @@ def _forward(
     """The block's output. ``activate`` gives the hidden tensor of one chunk; what it leaves open is
     closed after the next chunk's projection has been launched: the device never waits."""
     rows, activation = settings.rows, settings.activation
-    flat = _rows(t.x)
+    flat = as_rows(t.x)
     out = flat.new_empty(flat.shape[0], t.w_down.shape[0])
     down = t.w_down.t()
     before: _Open | None = None
@@ -189,7 +185,7 @@ class _Chunked(torch.autograd.Function):
         settings: _Settings = ctx.settings
         activation, rows, fp32_math = settings.activation, settings.rows, settings.fp32_math
         grads: dict[str, Tensor | None] = {}
-        grad_rows = _rows(grad_out)
+        grad_rows = as_rows(grad_out)
         if need_b_down:
             grads["b_down"] = grad_rows.sum_to_size(ctx.bias_shape)
         if not ctx.restore:
@@ -223,7 +219,7 @@ class _Chunked(torch.autograd.Function):
         need_up = gated and (need_x or need_w_up or need_b_up)
         if not need_gate and not need_up:
             return _in_order(grads)
-        flat = None if x is None else _rows(x)
+        flat = None if x is None else as_rows(x)
         grad_x = grad_out.new_empty(grad_rows.shape[0], ctx.shape[-1]) if need_x else None
         # In the order of what `gradient` returns.
         sides = {"gate": (w_gate, need_w_gate, need_b_gate)} if gated else {}

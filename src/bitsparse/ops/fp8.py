@@ -29,6 +29,7 @@ from bitsparse.ops.block import (
     Totals,
     account,
     as_autocast_would,
+    as_rows,
     bias_gradient,
     once,
     take_apart,
@@ -57,7 +58,7 @@ NOT_TWICE = (
 
 def check_names(precision: str | None, storage: str | None, scaling: str) -> None:
     """Raise ValueError unless these can be had together."""
-    if precision is not None and precision not in PRECISIONS:
+    if precision is not None and (not isinstance(precision, str) or precision not in PRECISIONS):
         allowed = ", ".join(map(repr, (None, *PRECISIONS)))
         raise ValueError(f"precision: got {precision!r}, allowed: {allowed}")
     if storage is not None and storage not in STORAGES:
@@ -632,7 +633,7 @@ class _StoredActivationDown(torch.autograd.Function):
         need_gate, need_up, need_weight, need_bias, *_ = ctx.needs_input_grad
         activation: Activation = ctx.activation
         grad_gate = grad_up = grad_weight = grad_bias = None
-        grad_2d = grad_out.reshape(-1, grad_out.shape[-1])
+        grad_2d = as_rows(grad_out)
         if need_bias:
             grad_bias = bias_gradient(grad_out, ctx.bias_shape)
         if ctx.kept is not None:

@@ -41,8 +41,8 @@ def check_density(name: str, *densities: float) -> None:
 
 
 def check_at_least(name: str, value: float, least: float, most: float | None = None) -> None:
-    """Raise UserError unless ``least <= value`` (``<= most``). NaN is refused too."""
-    if not (value >= least and (most is None or value <= most)):
+    """Raise UserError unless ``least <= value`` (``<= most``). NaN and infinity are refused too."""
+    if not (least <= value < math.inf and (most is None or value <= most)):
         upper = "" if most is None else f" and at most {most}"
         raise UserError(f"{name}: got {value}, allowed: at least {least}{upper}")
 

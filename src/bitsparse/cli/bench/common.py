@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -113,9 +114,17 @@ def by_device(device: torch.device, cpu: Any, gpu: Any) -> Any:
 
 def check_outputs(*files: tuple[str, Path | None]) -> None:
     """Raise UserError for a file that could not be written."""
+    taken: dict[Path, str] = {}
     for name, path in files:
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        if path is None:
+            continue
+        if (path.exists() and not path.is_file()) or not path.parent.is_dir():
             raise UserError(f"{name}: got {path}, allowed: a file in a folder that is there")
+        if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+            raise UserError(f"{name}: got {path}, allowed: a file that can be written")
+        other = taken.setdefault(path.resolve(), name)
+        if other != name:
+            raise UserError(f"{name}: got {path}, which {other} names too; allowed: another file")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

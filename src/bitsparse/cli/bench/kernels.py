@@ -76,7 +76,9 @@ def kernels(
     with c.checking_options():
         chosen = get_device(device)
         config = KernelsConfig(
-            shape=c.shape("--shape", shape or c.by_device(chosen, CPU_SHAPE, GPU_SHAPE)),
+            shape=c.shape(
+                "--shape", c.by_device(chosen, CPU_SHAPE, GPU_SHAPE) if shape is None else shape
+            ),
             densities=c.densities(
                 "--densities",
                 c.by_device(chosen, CPU_DENSITIES, GPU_DENSITIES)

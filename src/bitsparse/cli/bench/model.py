@@ -83,7 +83,9 @@ def model(
         chosen = get_device(device)
         limits = c.by_device(chosen, "", MEMORY_GB) if memory_gb is None else memory_gb
         config = ModelBenchConfig(
-            presets=c.words(preset or c.by_device(chosen, CPU_PRESET, GPU_PRESETS)),
+            presets=c.words(
+                c.by_device(chosen, CPU_PRESET, GPU_PRESETS) if preset is None else preset
+            ),
             activations=c.words(activations),
             modes=MODES if modes is None else c.words(modes),
             batch_size=batch_size,
