@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import bitsparse.nn as nn
+    from bitsparse.conversion import ConversionReport, convert, revert
     from bitsparse.io import TensorFile, TensorInfo, load, save
     from bitsparse.memory import memory_stats, release_workspace
     from bitsparse.ops.capture import graph_overflows, graph_warmup
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "BitSparseTensor": "bitsparse.tensor",
+    "ConversionReport": "bitsparse.conversion",
     "TensorFile": "bitsparse.io",
     "TensorInfo": "bitsparse.io",
     "compress": "bitsparse.tensor",
+    "convert": "bitsparse.conversion",
     "compressed_saved_tensors": "bitsparse.saved_tensors",
     "decompress": "bitsparse.tensor",
     "ffn": "bitsparse.ops.feed_forward",
@@ -30,16 +33,19 @@ _HOMES = {
     "load": "bitsparse.io",
     "memory_stats": "bitsparse.memory",
     "release_workspace": "bitsparse.memory",
+    "revert": "bitsparse.conversion",
     "save": "bitsparse.io",
 }
 
 __all__ = [
     "BitSparseTensor",
+    "ConversionReport",
     "TensorFile",
     "TensorInfo",
     "__version__",
     "compress",
     "compressed_saved_tensors",
+    "convert",
     "decompress",
     "ffn",
     "graph_overflows",
@@ -48,6 +54,7 @@ __all__ = [
     "memory_stats",
     "nn",
     "release_workspace",
+    "revert",
     "save",
 ]
 
