@@ -441,12 +441,55 @@ def test_backward_twice_without_retaining_is_an_error(device):
         y.sum().backward()
 
 
-def test_double_backward_is_a_clear_error(device):
-    t = inputs("relu2", (9, 24), 72, torch.float32, device)
-    y = bitsparse.ffn(**t, activation="relu2")
-    (g,) = torch.autograd.grad(y.sum(), t["w_up"], create_graph=True)
+def second_derivatives():
+    def penalty(f, x):
+        (g,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
+        g.square().sum().backward()
+
+    def of_the_input_alone(f, x):
+        (g,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
+        torch.autograd.grad(g.square().sum(), x)
+
+    def hessian(f, x):
+        torch.autograd.functional.hessian(lambda x: f(x).square().sum(), x)
+
+    return {"penalty": penalty, "input": of_the_input_alone, "hessian": hessian}
+
+
+@pytest.mark.parametrize("options", [{}, {"tokens_per_chunk": 4}, {"storage": "fp8"}], ids=str)
+@pytest.mark.parametrize("how", second_derivatives())
+@pytest.mark.parametrize("activation", ["relu", "relu2", "reglu"])
+def test_second_derivatives_are_clear_errors(device, activation, how, options):
+    t = inputs(activation, (9, 24), 72, torch.float32, device)
+    x = t.pop("x")
+
+    def f(x):
+        return bitsparse.ffn(x, **t, activation=activation, **options)
+
     with pytest.raises(RuntimeError, match=r"cannot be differentiated twice.*memory='dense'"):
-        g.sum().backward()
+        second_derivatives()[how](f, x)
+    f(x).sum().backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"tokens_per_chunk": 16}, {"storage": "fp8"}], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(64, 16), (4, 16, 16)], ids=str)
+@pytest.mark.parametrize("memory", ["compressed", "checkpoint", "dense"])
+def test_outputs_can_be_changed_in_place(device, memory, shape, bias, options):
+    if options and memory != "compressed":
+        pytest.skip("goes with compressed only")
+    results = []
+    for mode, more in ((memory, options), ("dense", {})):
+        t = inputs("relu2", shape, 80, torch.float32, device, bias=bias)
+        y = bitsparse.ffn(**t, activation="relu2", memory=mode, **more)
+        y += 1
+        y[..., :3] = 0
+        y.mul_(2).relu_()
+        y.sum().backward()
+        results.append((y.detach(), t["x"].grad))
+    assert_same_values(*(r[0] for r in results))
+    if not options:
+        assert_same_values(*(r[1] for r in results))
 
 
 def test_saved_tensor_hooks_see_the_compressed_storage(device):

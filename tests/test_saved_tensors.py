@@ -84,6 +84,7 @@ def test_gradients_have_the_same_bits(device, name, codec, autocast):
     model, x = make().to(device), torch.randn(shape, device=device)
     expected, _ = gradients(model, x, autocast=autocast)
     context = bitsparse.compressed_saved_tensors(codec=codec, **SMALL)
+    gc.collect()  # of other tests
     before = live()
     actual, used = gradients(model, x, context, autocast)
     assert used > before
@@ -269,6 +270,51 @@ def test_with_our_own_block():
     actual, _ = gradients(m, x, bitsparse.compressed_saved_tensors(**SMALL))
     for n, e in expected.items():
         assert_same_values(actual[n], e, n)
+
+
+def test_what_has_no_ordinary_memory_is_left_alone():
+    nested = torch.nested.nested_tensor([torch.randn(30, 8), torch.randn(20, 8)])
+    with bitsparse.compressed_saved_tensors(min_bytes=0):
+        F.relu(nested.requires_grad_())
+        F.relu(torch.randn(0, requires_grad=True)).sum().backward()
+        x = torch.randn(20, 20, requires_grad=True)
+        (x * torch._efficientzerotensor(20, 20)).sum()
+
+
+def test_another_tensor_at_the_same_address():
+    np = pytest.importorskip("numpy")
+    memory = np.zeros((64, 64), np.float32)
+    memory[:3] = 1
+    w = torch.randn(64, 8, requires_grad=True)
+    with bitsparse.compressed_saved_tensors(**SMALL):
+        first = torch.from_numpy(memory)
+        y = first @ w
+        memory[:] = 0
+        memory[5:8] = 2
+        second = torch.from_numpy(memory)
+        z = second @ w
+    assert first.data_ptr() == second.data_ptr() and y.shape == z.shape
+    (grad,) = torch.autograd.grad(z.sum(), w)
+    assert torch.equal(grad, second.t() @ torch.ones(64, 8))
+
+
+def test_inside_a_compiled_function():
+    torch._dynamo.reset()
+
+    def plain(q):
+        return ((q.relu() @ q).relu() * q).sum()
+
+    @torch.compile(backend="eager")
+    def compiled(q):
+        with bitsparse.compressed_saved_tensors(**SMALL):
+            return plain(q)
+
+    grads = []
+    for f in (plain, compiled):
+        q = torch.randn(60, 60, generator=torch.Generator().manual_seed(0)).sub(1).requires_grad_()
+        f(q).backward()
+        grads.append(q.grad)
+    assert torch.equal(*grads)
 
 
 @pytest.mark.parametrize(

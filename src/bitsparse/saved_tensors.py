@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bitsparse import dtypes
@@ -22,7 +23,8 @@ _SPARSE_ENOUGH = 0.75
 class _Key(NamedTuple):
     """Memory that holds the same bits as long as it is alive and this is equal."""
 
-    pointer: int
+    storage: int
+    """Of the storage itself, not of its address, which another one may have too."""
     dtype: torch.dtype
     version: int
 
@@ -50,6 +52,7 @@ class _Packer:
 
     def __init__(self, codec: str, min_bytes: int) -> None:
         self._codec, self._min_bytes = codec, min_bytes
+        self._prune_at = 64
         self._seen: dict[_Key, tuple[StorageWeakRef, weakref.ref[BitSparseTensor] | None]] = {}
 
     def pack(self, tensor: Tensor) -> _Packed:
@@ -66,6 +69,9 @@ class _Packer:
             type(tensor) is Tensor
             and not (tensor.is_leaf and tensor.requires_grad)
             and tensor.layout == torch.strided
+            and not tensor.is_nested
+            and not tensor._is_zerotensor()
+            and tensor.numel() > 0
             and tensor.device.type != "meta"
             and tensor.dtype in dtypes.SUPPORTED_DTYPES
             and tensor.nbytes >= self._min_bytes
@@ -79,7 +85,7 @@ class _Packer:
 
     def _compressed(self, tensor: Tensor) -> BitSparseTensor | None:
         """The block of the tensor's memory, None if that does not pay; each is tried once."""
-        key = _Key(tensor.untyped_storage().data_ptr(), tensor.dtype, tensor._version)
+        key = _Key(tensor.untyped_storage()._cdata, tensor.dtype, tensor._version)
         found = self._seen.get(key)
         if found is not None and not found[0].expired():
             if found[1] is None:
@@ -87,7 +93,9 @@ class _Packer:
             known = found[1]()
             if known is not None:
                 return known
-        self._seen = {k: v for k, v in self._seen.items() if not v[0].expired()}
+        if len(self._seen) >= self._prune_at:
+            self._seen = {k: v for k, v in self._seen.items() if not v[0].expired()}
+            self._prune_at = 2 * len(self._seen) + 64
         # What lies next to each other comes last, as the neurons of a token do.
         cols = max(tensor.shape[i] for i in range(tensor.dim()) if tensor.stride(i) == 1)
         flat = tensor.detach().as_strided((tensor.numel() // cols, cols), (cols, 1))
@@ -109,6 +117,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.storage_offset() == 0 and tensor.dim() > 0 and 1 in tensor.stride()
 
 
+@_disable_dynamo
 def _unpack(packed: _Packed) -> Tensor:
     if isinstance(packed, _Compressed):
         return packed.block.to_dense().as_strided(packed.shape, packed.stride)
@@ -156,7 +165,14 @@ def compressed_saved_tensors(
     check_policy(codec)
     if not isinstance(min_bytes, int) or isinstance(min_bytes, bool) or min_bytes < 0:
         raise ValueError(f"min_bytes: got {min_bytes!r}, allowed: an integer of at least 0")
-    with torch.autograd.graph.saved_tensors_hooks(_Packer(codec, min_bytes).pack, _unpack):
+    packer = _Packer(codec, min_bytes)
+
+    # torch.compile does not look into them.
+    @_disable_dynamo
+    def pack(tensor: Tensor) -> _Packed:
+        return packer.pack(tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
         yield
 
 

@@ -6,7 +6,7 @@ encoded, saved and differentiated is here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -287,30 +287,24 @@ def _linear_flattens(device_type: str) -> bool:
 
 
 NOT_TWICE = (
-    "a feed-forward with memory='compressed' cannot be differentiated twice; "
-    "allowed for double backward: memory='dense'"
+    "a feed-forward with memory='compressed' cannot be differentiated twice, nor its gradients be "
+    "computed with create_graph=True; allowed then: memory='dense'"
 )
 
 
-def once(grads: Iterable[Tensor | None], error: str = NOT_TWICE) -> tuple[Tensor | None, ...]:
-    """``grads``; under ``create_graph=True`` such that differentiating them raises ``error``."""
-    if not torch.is_grad_enabled():
-        return tuple(grads)
-    return tuple(g if g is None else _NotTwice.apply(g.requires_grad_(), error) for g in grads)
+def only_once(error: str = NOT_TWICE) -> None:
+    """Raise ``error`` in a backward pass under ``create_graph=True``.
 
-
-class _NotTwice(torch.autograd.Function):
-    """Identity whose backward is an error.
-
-    (`once_differentiable` stays silent where the incoming gradient is a constant, although the
-    second derivative is not zero.)
+    At once, and not where a second derivative is taken: what is kept has no path to the inputs, so
+    that autograd would leave out its terms without a word. (`once_differentiable` does.)
     """
+    if torch.is_grad_enabled():
+        raise RuntimeError(error)
 
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, error: str) -> Tensor:
-        ctx.error = error
-        return grad.view_as(grad)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise RuntimeError(ctx.error)
+def owned(out: Tensor) -> Tensor:
+    """``out``, a view of memory that nobody else sees, as no view: what an autograd function
+    returns can then be changed in place, as the result of ``linear`` can."""
+    if not out._is_view():
+        return out
+    return torch.ops.aten._unsafe_view(out.detach(), out.shape)  # type: ignore[no-any-return]

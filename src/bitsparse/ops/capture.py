@@ -41,7 +41,8 @@ from bitsparse.ops.block import (
     dense_nbytes,
     down_gradients,
     encode,
-    once,
+    only_once,
+    owned,
     rounds_to_float32,
     row_major,
     take_apart,
@@ -321,7 +322,7 @@ class _Fixed(torch.autograd.Function):
         ctx.bias_shape = None if b_down is None else b_down.shape
         if record is None:
             ctx.save_for_backward()
-            return F.linear(activation.dense(gate, up).to(gate.dtype), w_down, b_down)
+            return owned(F.linear(activation.dense(gate, up).to(gate.dtype), w_down, b_down))
 
         geometry, capturing = record.kind.geometry, _in_graph(gate)
         gate = gate.contiguous()
@@ -329,7 +330,7 @@ class _Fixed(torch.autograd.Function):
         backend = backend_for(gate.device)
         statistics = codings.needs_statistics(record.kind.codec)
         hidden, survey = backend.activate(geometry, activation, gate, up, fp32_math, statistics)
-        out = F.linear(hidden, w_down, b_down)
+        out = owned(F.linear(hidden, w_down, b_down))
         del hidden
         if not capturing and _slacks:
             counts = survey.counts(survey.totals.tolist())
@@ -355,6 +356,7 @@ class _Fixed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        only_once()
         need_gate, need_up, need_weight, need_bias, *_ = ctx.needs_input_grad
         grad_gate = grad_up = grad_weight = grad_bias = None
         with torch.no_grad():
@@ -376,4 +378,4 @@ class _Fixed(torch.autograd.Function):
                 grad_gate, grad_up, grad_weight = down_gradients(
                     ctx.down, w_down, tensors, grad_out, need_gate, need_up, need_weight, again
                 )
-        return (*once((grad_gate, grad_up, grad_weight, grad_bias)), *[None] * 10)
+        return (grad_gate, grad_up, grad_weight, grad_bias, *[None] * 10)

@@ -30,7 +30,8 @@ from bitsparse.ops.block import (
     check_hidden_dtype,
     dense_nbytes,
     encode,
-    once,
+    only_once,
+    owned,
     rounds_to_float32,
     take_apart,
 )
@@ -114,7 +115,7 @@ def _forward(
     if before is not None:
         assert close is not None
         close(before)
-    return out.view(*t.x.shape[:-1], t.w_down.shape[0])
+    return owned(out.view(*t.x.shape[:-1], t.w_down.shape[0]))
 
 
 class _Chunked(torch.autograd.Function):
@@ -173,9 +174,10 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        only_once()
         with torch.no_grad():
             grads = _Chunked._backward(ctx, grad_out)
-        return (None, *once(grads))
+        return None, *grads
 
     @staticmethod
     def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:

@@ -33,7 +33,8 @@ from bitsparse.ops.block import (
     dense_nbytes,
     down_gradients,
     encode,
-    once,
+    only_once,
+    owned,
     rounds_to_float32,
     row_major,
     take_apart,
@@ -237,7 +238,7 @@ class _ActivationDown(torch.autograd.Function):
         ctx.bias_shape = None if b_down is None else b_down.shape
         if not need_input and not need_weight:
             ctx.save_for_backward()
-            return F.linear(activation.dense(gate, up).to(gate.dtype), w_down, b_down)
+            return owned(F.linear(activation.dense(gate, up).to(gate.dtype), w_down, b_down))
 
         gate = gate.contiguous()
         up = None if up is None else up.contiguous()
@@ -253,7 +254,7 @@ class _ActivationDown(torch.autograd.Function):
         totals = Totals(survey.totals)
         # The projection needs the dense tensor anyway and runs for longer than the counts take to
         # reach the host: nothing idles while we wait for them.
-        out = F.linear(hidden, w_down, b_down)
+        out = owned(F.linear(hidden, w_down, b_down))
         del hidden  # the memory of `gate` where plain ReLU has overwritten it, else free now
         counts = survey.counts(totals.wait())
         only_positions = activation.plain and not need_weight
@@ -267,6 +268,7 @@ class _ActivationDown(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        only_once()
         need_gate, need_up, need_weight, need_bias, *_ = ctx.needs_input_grad
         grad_gate = grad_up = grad_weight = grad_bias = None
         with torch.no_grad():
@@ -277,7 +279,7 @@ class _ActivationDown(torch.autograd.Function):
                 grad_gate, grad_up, grad_weight = down_gradients(
                     ctx.down, w_down, tensors, grad_out, need_gate, need_up, need_weight
                 )
-        return (*once((grad_gate, grad_up, grad_weight, grad_bias)), None, None, None, None)
+        return grad_gate, grad_up, grad_weight, grad_bias, None, None, None, None
 
 
 def _check_arguments(t: Tensors, activation: Activation, memory: str) -> None:

@@ -31,7 +31,8 @@ from bitsparse.ops.block import (
     as_autocast_would,
     as_rows,
     bias_gradient,
-    once,
+    only_once,
+    owned,
     take_apart,
 )
 
@@ -51,8 +52,9 @@ _MULTIPLE = 16
 _CAPABILITY = (8, 9)
 
 NOT_TWICE = (
-    "a feed-forward with precision or storage in FP8 cannot be differentiated twice; "
-    "allowed for double backward: precision=None, storage=None, memory='dense'"
+    "a feed-forward with precision or storage in FP8 cannot be differentiated twice, nor its "
+    "gradients be computed with create_graph=True; allowed then: precision=None, storage=None, "
+    "memory='dense'"
 )
 
 
@@ -482,17 +484,18 @@ class _Fp8FeedForward(torch.autograd.Function):
                 saved["w_down"] = w_down
         ctx.names = tuple(saved)
         ctx.save_for_backward(*saved.values())
-        return out.view(*x.shape[:-1], w_down.shape[0])
+        return owned(out.view(*x.shape[:-1], w_down.shape[0]))
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        only_once(NOT_TWICE)
         with torch.no_grad(), torch.autocast(grad_out.device.type, enabled=False):
             grads = _Fp8FeedForward._backward(ctx, grad_out)
         cast = [
             grads[name].to(dtype) if name in grads else None
             for name, dtype in zip(Tensors._fields, ctx.dtypes, strict=True)
         ]
-        return (*once(cast, NOT_TWICE), None)
+        return (*cast, None)
 
     @staticmethod
     def _backward(ctx: Any, grad_out: Tensor) -> dict[str, Tensor]:
@@ -612,7 +615,7 @@ class _StoredActivationDown(torch.autograd.Function):
             assert rows[0] is not None
             found = streams(activation, rows[0], rows[1], scaling)
             encoder = _Encoder(found, codec)
-        out = F.linear(activation.dense(gate, up).to(gate.dtype), w_down, b_down)
+        out = owned(F.linear(activation.dense(gate, up).to(gate.dtype), w_down, b_down))
         if need_input or need_weight:
             only_positions = activation.plain and not need_weight
             ctx.kept, saved = _keep(found, encoder, only_positions, report)
@@ -624,9 +627,10 @@ class _StoredActivationDown(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        only_once(NOT_TWICE)
         with torch.no_grad(), torch.autocast(grad_out.device.type, enabled=False):
             grads = _StoredActivationDown._backward(ctx, grad_out)
-        return (*once(grads, NOT_TWICE), None, None, None, None)
+        return (*grads, None, None, None, None)
 
     @staticmethod
     def _backward(ctx: Any, grad_out: Tensor) -> list[Tensor | None]:
