@@ -245,14 +245,14 @@ def test_chunked_is_given_its_tokens(monkeypatch):
 
 def test_results_are_written_after_each_case(tmp_path, monkeypatch):
     out = tmp_path / "ffn.json"
-    real = ffn._Case.measure
+    real = ffn.Case.measure
 
     def stop(case, *arguments):
         if case.activation == "relu2":
             raise KeyboardInterrupt
         return real(case, *arguments)
 
-    monkeypatch.setattr(ffn._Case, "measure", stop)
+    monkeypatch.setattr(ffn.Case, "measure", stop)
     command("--peers", "eager", "--activations", "relu,relu2", "--output-json", out)
     assert [c["activation"] for c in json.loads(out.read_text())["cases"]] == ["relu"]
 
@@ -296,6 +296,6 @@ def test_an_eager_that_does_not_fit_is_an_error(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setitem(PEERS, "eager", peers.Peer("eager", fail))
-    monkeypatch.setattr(ffn._Case, "densities", lambda self: [0.1])
+    monkeypatch.setattr(ffn.Case, "densities", lambda self: [0.1])
     with pytest.raises(UserError, match="eager cannot run 2048x256x1024"):
         run_ffn(FfnConfig(repeats=1, peers=("eager",), device="cpu"))

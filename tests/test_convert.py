@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import bitsparse
 from bitsparse.conversion.families import FAMILIES
-from convert_helpers import Step, assert_same_step, live_tensors, step, step_of
+from convert_helpers import Adapter, Step, assert_same_step, live_tensors, step, step_of
 
 D, FF = 8, 32
 
@@ -171,19 +171,6 @@ def test_frozen_and_one_token(model, x):
     bitsparse.convert(model)
     assert_same_step(step(model, x), before)
     assert step(model, token.requires_grad_()).live == 0
-
-
-class Adapter(nn.Module):
-    """As LoRA wraps a projection."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.a = nn.Linear(base.in_features, 2)
-        self.b = nn.Linear(2, base.out_features)
-
-    def forward(self, x):
-        return self.base(x) + self.b(self.a(x))
 
 
 @pytest.mark.parametrize("which", [1, 3])

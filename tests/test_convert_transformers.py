@@ -12,7 +12,7 @@ from torch import nn
 import bitsparse
 from bitsparse.conversion.block import Pending
 from bitsparse.conversion.families import FAMILIES
-from convert_helpers import Step, assert_same_step, live_tensors, step_of
+from convert_helpers import Adapter, Step, assert_same_step, live_tensors, step_of
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
@@ -261,20 +261,6 @@ def test_revert(name):
         assert list(m.__dict__) == list(dicts[n])
         assert all(m.__dict__[k] is v for k, v in dicts[n].items())
     assert step(model).live == 0
-
-
-class Adapter(nn.Module):
-    """As LoRA wraps a projection."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.a = nn.Linear(base.in_features, 2)
-        self.b = nn.Linear(2, base.out_features)
-        self.weight = base.weight
-
-    def forward(self, x):
-        return self.base(x) + self.b(self.a(x))
 
 
 def blocks(model: nn.Module) -> list[tuple[nn.Module, list[str]]]:

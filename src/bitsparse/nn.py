@@ -79,7 +79,7 @@ class FeedForward(nn.Module):
         """``x``: ``[..., d_model]``. Returns ``[..., d_model]``."""
         act = get_activation(self.activation)
         gate = self.gate if act.gated else None
-        if not all(_is_plain(m) for m in (self.up, self.down, gate) if m is not None):
+        if not all(is_plain_linear(m) for m in (self.up, self.down, gate) if m is not None):
             # A child that was replaced or patched (an adapter), or that has hooks (its own, global
             # ones), must be called as a module, and may compute something else: plain PyTorch,
             # nothing compressed.
@@ -121,10 +121,18 @@ class FeedForward(nn.Module):
         return parts
 
 
-def _is_plain(module: nn.Module) -> bool:
+def is_plain_linear(module: nn.Module) -> bool:
     """Whether calling ``module`` is nothing but ``F.linear`` with its weight and bias."""
-    return type(module) is nn.Linear and not (
-        "forward" in module.__dict__
+    return type(module) is nn.Linear and is_untouched(module)
+
+
+def is_untouched(module: nn.Module, patched: bool = False) -> bool:
+    """Whether calling ``module`` runs its class's forward and no hooks.
+
+    ``patched``: its forward may be an instance's own.
+    """
+    return not (
+        ("forward" in module.__dict__ and not patched)
         or _has_any_global_hook()
         or module._forward_hooks
         or module._forward_pre_hooks

@@ -138,13 +138,13 @@ class CudaBackend(TritonBackend):
         parts = survey.exponent_buffers(coding, counts, stream)
         kind = width, coding.field, dtypes.mantissa_bits(dtype)
         to = survey.tables[NNZ], codes, *parts
-        least, slots = 1, survey.slots
+        slots = survey.slots
         with on_device(device):
             if slots is not None:
                 values = slots.streams[stream]
                 _run(_name("pack", *kind), geometry, values, slots.capacity, *to)
-                least = slots.capacity + 1
-            if least > 1 or slots is None:
+            if slots is None or slots.capacity:  # all tiles, or those with more than their slots
+                least = 1 if slots is None else slots.capacity + 1
                 up_words = survey.words if survey.up_words is None else survey.up_words
                 name = _name("encode", *kind, relu)
                 _run(name, geometry, source, survey.words, up_words, least, *to)

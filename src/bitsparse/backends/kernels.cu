@@ -1001,9 +1001,6 @@ gradient(const u16* grad, u16* grad_gate, u16* grad_up, MASK, UP_MASK, const u32
     // 2 * relu(gate), rounded as eager does, is worked out once a value where nothing else needs
     // relu(gate) itself. In bfloat16 it has the same bits rounded late or not.
     constexpr bool DOUBLED = SQUARED && !GATED && (!LATE || MANTISSA == 7);
-    // Rows of the incoming gradient that are read at a time: all, so that they are on their way while
-    // the values are unpacked, unless the registers are needed for two of everything.
-    constexpr int BATCH = 8;
     __shared__ uint4 storage[GATED ? 2 : 1][WARPS][VALUES ? PIECES : BUCKET_BYTES / 16 + 1];
     __shared__ u32 lists[WARPS][VALUES ? BUCKETS + 1 : 1];
     __shared__ u16 groups[GATED ? 2 : 1][WARPS][VALUES ? GROUP : 1];
@@ -1045,8 +1042,9 @@ gradient(const u16* grad, u16* grad_gate, u16* grad_up, MASK, UP_MASK, const u32
         i64 at = first_element(t, cols, half, lane);
         // Where no factor is kept only the gradient of `up` depends on the incoming one.
         u32 wanted = NEED_UP ? rows_inside(t.rows, lane) : kept_rows(own_bits);
-        uint4 incoming[BATCH];
-        if (BATCH == 8) read_rows(incoming, grad + at, cols, wanted);
+        // All rows at once: they are on their way while the values are unpacked.
+        uint4 incoming[8];
+        read_rows(incoming, grad + at, cols, wanted);
         if (VALUES) {
             uint4 zero = make_uint4(0, 0, 0, 0);
 #pragma unroll
@@ -1084,11 +1082,10 @@ gradient(const u16* grad, u16* grad_gate, u16* grad_up, MASK, UP_MASK, const u32
         }
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            if (BATCH != 8 && i % BATCH == 0) read_rows(incoming, grad + at, cols, wanted >> i);
             uint4 a4 = make_uint4(0, 0, 0, 0), b4 = a4;
             if (VALUES) a4 = load_piece(pieces[i]);
             if (GATED) b4 = load_piece(pieces[i] + UP_ROWS);
-            uint4 in4 = incoming[i % BATCH];
+            uint4 in4 = incoming[i];
             u32 in[4] = {in4.x, in4.y, in4.z, in4.w};
             u32 as[4] = {a4.x, a4.y, a4.z, a4.w}, bs[4] = {b4.x, b4.y, b4.z, b4.w};
             u32 gate_result[4], up_result[4];

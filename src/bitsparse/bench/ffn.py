@@ -207,7 +207,7 @@ def run_ffn(
                 name = f"{'x'.join(map(str, shape))} {activation}: {what}"
                 on_progress(Progress(name, i * each + done, len(cases) * each))
 
-        case = _Case(config, device, shape, layers, activation)
+        case = Case(config, device, shape, layers, activation)
         result.cases.append(case.measure(peers, tell))
         del case
         forget()
@@ -216,7 +216,7 @@ def run_ffn(
     return result
 
 
-class _Case:
+class Case:
     """Inputs and weights of a case, and what is done with them."""
 
     def __init__(

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
-from torch.nn.modules.module import _has_any_global_hook
 
 from bitsparse import dtypes
 from bitsparse.activations import Activation, get_activation
 from bitsparse.conversion.families import Family, class_name
-from bitsparse.nn import _is_plain
+from bitsparse.nn import is_plain_linear, is_untouched
 from bitsparse.ops import capture
-from bitsparse.ops.block import Tensors, as_autocast_would, rounds_to_float32
-from bitsparse.ops.feed_forward import _ActivationDown, _check_arguments, feed_forward
+from bitsparse.ops.block import Tensors
+from bitsparse.ops.feed_forward import activate_and_project, check_arguments, feed_forward
 
 _GATED = {"relu": "reglu", "relu2": "reglu2"}
 
@@ -124,27 +123,13 @@ def known_method(module: nn.Module, family: Family) -> bool:
     return family.inline or set(code.co_names) <= family.names
 
 
-def is_untouched(module: Any, patched: bool = False) -> bool:
-    """Whether calling ``module`` runs its class's forward and no hooks.
-
-    ``patched``: its forward may be an instance's own.
-    """
-    if not isinstance(module, nn.Module):
-        return True  # a function
-    return not (
-        ("forward" in module.__dict__ and not patched)
-        or _has_any_global_hook()
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
-
-
 def is_exact(block: Block, patched_act: bool = False) -> bool:
     """Whether the compressed block has the bits of calling the modules one by one, as they are."""
     linears = [m for m in (block.up, block.down, block.gate) if m is not None]
-    if not all(_is_plain(m) for m in linears) or not is_untouched(block.act, patched_act):
+    if not all(map(is_plain_linear, linears)):
+        return False
+    # It may be a function, too.
+    if isinstance(block.act, nn.Module) and not is_untouched(block.act, patched_act):
         return False
     dropout = block.dropout
     if dropout is not None and not is_untouched(dropout):
@@ -191,7 +176,7 @@ def run(block: Block, x: Any, codec: str) -> Tensor | None:
     if not any(p is not None and p.requires_grad for p in t):
         return None
     try:
-        _check_arguments(t, block.activation, "compressed")
+        check_arguments(t, block.activation, "compressed")
     except (TypeError, ValueError):
         return None
     return feed_forward(*t[:3], block.activation, *t[3:], "compressed", codec)
@@ -270,19 +255,10 @@ def pend(block: Block, pre: Any, codec: str) -> Pending | None:
 
 
 def _activate_and_project(pending: Pending) -> Tensor:
-    pre, block = pending.pre, pending.block
+    pre, block, down = pending.pre, pending.block, pending.block.down
     assert pre is not None
     if not block.activation.plain:
         pending.pre = (
             None  # its memory is reused; relu's holds its result, of which relu is the same
         )
-    w: Tensor = block.down.weight
-    b: Tensor | None = block.down.bias
-    if torch.is_autocast_enabled(pre.device.type):
-        w = as_autocast_would(w)
-        b = None if b is None else as_autocast_would(b)
-    fp32_math = rounds_to_float32(block.activation, pre)
-    out: Tensor = _ActivationDown.apply(
-        pre, None, w, b, block.activation, fp32_math, pending.codec, None
-    )
-    return out
+    return activate_and_project(pre, None, down.weight, down.bias, block.activation, pending.codec)

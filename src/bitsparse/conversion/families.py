@@ -55,25 +55,21 @@ def _layers(names: str) -> str:
 _CAST = frozenset({"isinstance", "weight", "torch", "Tensor", "dtype", "int8", "to"})
 
 FAMILIES = (
-    Family(
-        "torch TransformerEncoderLayer",
-        frozenset({"torch.nn.modules.transformer.TransformerEncoderLayer"}),
-        up="linear1",
-        act="activation",
-        down="linear2",
-        dropout="dropout",
-        then="dropout2",
-        method="_ff_block",
-    ),
-    Family(
-        "torch TransformerDecoderLayer",
-        frozenset({"torch.nn.modules.transformer.TransformerDecoderLayer"}),
-        up="linear1",
-        act="activation",
-        down="linear2",
-        dropout="dropout",
-        then="dropout3",
-        method="_ff_block",
+    *(
+        Family(
+            f"torch {cls}",
+            frozenset({f"torch.nn.modules.transformer.{cls}"}),
+            up="linear1",
+            act="activation",
+            down="linear2",
+            dropout="dropout",
+            then=then,
+            method="_ff_block",
+        )
+        for cls, then in (
+            ("TransformerEncoderLayer", "dropout2"),
+            ("TransformerDecoderLayer", "dropout3"),
+        )
     ),
     Family(
         "Nemotron, Arcee, Jais2",

@@ -54,11 +54,11 @@ _BUCKET_BYTES = TILE // BUCKET + TILE // GROUP  # of a tile, at most
 _lock = threading.Lock()
 _slacks: list[float] = []  # of the warm-ups under way, in any thread
 _rehearsals: list[None] = []  # likewise
-_in_graphs: list[tuple[Tensor, Tensor]] = []
-"""Limits and counters that captured graphs read and write, as long as the process lives: a graph
-holds no references, and a limit that is no longer there would let it write past its buffers."""
+_in_graphs: list[Tensor] = []
+"""Limits that captured graphs read, as long as the process lives: a graph holds no references, and
+a limit that is no longer there would let it write past its buffers."""
 _counters: list[Tensor] = []
-"""Of overflows, of every kind of call there has been."""
+"""Of overflows, of every kind of call there has been; captured graphs write them."""
 _records: Any = WeakIdKeyDictionary()
 """For each down projection's weight, and then for each kind of call, what warm-up has found."""
 
@@ -336,7 +336,7 @@ class _Fixed(torch.autograd.Function):
             counts = survey.counts(survey.totals.tolist())
             record.learn(counts, _slacks[-1])
         if capturing and not _rehearsals:
-            _in_graphs.append((record.limits, record.overflows))
+            _in_graphs.append(record.limits)
         capacity, choice = record.capacity, record.choice
         assert capacity is not None and choice is not None
         fits = (survey.totals <= record.limits).all()

@@ -163,7 +163,7 @@ def feed_forward(
     """:func:`ffn`; ``report`` is told what a compressed forward pass keeps."""
     check_options(memory, codec, precision, storage, scaling, tokens_per_chunk)
     t = Tensors(x, w_up, w_down, w_gate, b_up, b_down, b_gate)
-    _check_arguments(t, activation, memory)
+    check_arguments(t, activation, memory)
     if precision is not None:
         return fp8.fp8_feed_forward(t, activation, memory, codec, precision, scaling, report)
 
@@ -196,7 +196,22 @@ def _compressed(t: Tensors, activation: Activation, codec: str, report: Report |
         return capture.fixed(t, activation, codec, report)
     gate, up = t.project(activation)
     check_hidden_dtype(gate.dtype)
-    w_down, b_down = t.w_down, t.b_down
+    return activate_and_project(gate, up, t.w_down, t.b_down, activation, codec, report)
+
+
+def activate_and_project(
+    gate: Tensor,
+    up: Tensor | None,
+    w_down: Tensor,
+    b_down: Tensor | None,
+    activation: Activation,
+    codec: str,
+    report: Report | None = None,
+) -> Tensor:
+    """``linear(activation(gate, up), w_down, b_down)``, compressed for backward.
+
+    Consumes ``gate`` and ``up``, of a dtype that can be kept compressed: their memory is reused.
+    """
     if torch.is_autocast_enabled(gate.device.type):
         w_down = as_autocast_would(w_down)
         b_down = None if b_down is None else as_autocast_would(b_down)
@@ -282,7 +297,8 @@ class _ActivationDown(torch.autograd.Function):
         return grad_gate, grad_up, grad_weight, grad_bias, None, None, None, None
 
 
-def _check_arguments(t: Tensors, activation: Activation, memory: str) -> None:
+def check_arguments(t: Tensors, activation: Activation, memory: str) -> None:
+    """Raise unless :func:`ffn` allows these, as it says."""
     tensors, x, w_up, w_down = t._asdict(), t.x, t.w_up, t.w_down
     for name in ("w_gate", "b_gate"):
         if tensors[name] is not None and not activation.gated:

@@ -610,8 +610,7 @@ class _StoredActivationDown(torch.autograd.Function):
         ctx.kept = None
         saved: dict[str, Tensor] = {}
         if need_input or need_weight:
-            width = gate.shape[-1]
-            rows = [None if t is None else t.reshape(-1, width) for t in (gate, up)]
+            rows = [None if t is None else as_rows(t) for t in (gate, up)]
             assert rows[0] is not None
             found = streams(activation, rows[0], rows[1], scaling)
             encoder = _Encoder(found, codec)
