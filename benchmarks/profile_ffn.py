@@ -11,7 +11,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from bitsparse.bench.ffn import Case, FfnConfig
+from bitsparse.bench.ffn import PLAIN, Case, FfnConfig, Setting
 from bitsparse.bench.peers import PEERS, Options
 
 STEPS = 3
@@ -28,8 +28,8 @@ def main() -> None:
     tokens, d_model, d_ff = map(int, args.shape.split("x"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = tokens, d_model, d_ff
-    config = FfnConfig(density=args.density, dtype="bfloat16")
-    case = Case(config, device, shape, args.layers, args.activation)
+    setting = Setting(shape, args.layers, args.activation, PLAIN, args.density)
+    case = Case(FfnConfig(dtype="bfloat16"), device, setting)
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     wanted = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
     for name in args.peers:

@@ -3,10 +3,13 @@
 Files of `bitsparse compare` and of `bitsparse bench` in any order:
 
     python benchmarks/table.py benchmarks/results/*.json
+    python benchmarks/table.py --compact benchmarks/results/h200-*.json
+
+`--compact`: of feed-forward blocks and of kernels, tables with a column for each peer or backend.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +43,43 @@ MODEL = """\
 | --- | --- | --- | --- | --- | --- | --- |{rules}"""
 
 MISSING = "–"
+PLAIN = "none"  # no precision in FP8
 
 
 def tables(path: Path) -> list[tuple[str, list[str]]]:
-    """The tables of a file: header and lines of each."""
-    result = json.loads(path.read_text())
+    """All tables of a file: header and lines of each."""
+    return [*long_tables(path), *compact_tables(path)]
+
+
+def compact_tables(path: Path) -> list[tuple[str, list[str]]]:
+    """Those with a column for each of what is compared."""
+    result = load(path)
+    compact = {"ffn": compact_ffn, "kernels": compact_kernels}.get(result.get("benchmark"))
+    return [] if compact is None else compact(result)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The content of a file; one of an earlier version as the present one writes it."""
+    result: dict[str, Any] = json.loads(path.read_text())
+    if result.get("benchmark") == "ffn" and "density" in result["config"]:
+        result["config"]["densities"] = [result["config"].pop("density")]
+        result["config"]["precisions"] = [PLAIN]
+        for case in result["cases"]:
+            case |= {
+                "density": result["config"]["densities"][0],
+                "precision": PLAIN,
+                "first": "eager",
+            }
+            case["peers"] = [
+                {name.replace("ratio_eager", "ratio_first"): value for name, value in peer.items()}
+                for peer in case["peers"]
+            ]
+    return result
+
+
+def long_tables(path: Path) -> list[tuple[str, list[str]]]:
+    """Those with a line for each figure that was measured."""
+    result = load(path)
     kind = result.get("benchmark")
     if kind == "codec":
         return [
@@ -54,7 +89,14 @@ def tables(path: Path) -> list[tuple[str, list[str]]]:
     if kind == "kernels":
         return [(KERNELS, kernels_rows(result))]
     if kind == "ffn":
-        return [(FFN, ffn_rows(result))]
+        found = [
+            (
+                FFN.replace("eager", first),
+                ffn_rows(result, [c for c in result["cases"] if c["first"] == first]),
+            )
+            for first in ("eager", "dense")
+        ]
+        return [(header, lines) for header, lines in found if lines]
     if kind == "model":
         return [(model_header(result), model_rows(result))]
     return [(HEADER, compare_rows(result))]
@@ -113,12 +155,17 @@ def kernels_rows(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def ffn_rows(result: dict[str, Any]) -> list[str]:
+def ffn_shape(case: dict[str, Any]) -> str:
+    """Of a stack."""
+    shape = " × ".join(str(case[name]) for name in ("tokens", "d_model", "d_ff"))
+    return f"{shape}, {case['layers']}"
+
+
+def ffn_rows(result: dict[str, Any], cases: list[dict[str, Any]]) -> list[str]:
     """One line a peer; of one that failed, why."""
     lines = []
-    for case in result["cases"]:
-        shape = " × ".join(str(case[name]) for name in ("tokens", "d_model", "d_ff"))
-        what = [f"{shape}, {case['layers']}", case["activation"]]
+    for case in cases:
+        what = [ffn_shape(case), ", ".join([case["activation"], *ffn_setting(result, case)])]
         for peer in case["peers"]:
             name = peer["peer"]
             if peer["failed"] is not None:
@@ -129,16 +176,104 @@ def ffn_rows(result: dict[str, Any]) -> list[str]:
                     *what,
                     name,
                     spread(peer["seconds"]),
-                    ratio(peer["ratio_eager"]),
+                    ratio(peer["ratio_first"]),
                     ratio(peer["ratio_best"]),
                     mib(peer["peak_bytes"]),
-                    ratio(peer["peak_ratio_eager"], 2),
+                    ratio(peer["peak_ratio_first"], 2),
                     mib(peer["kept_bytes"]),
-                    ratio(peer["kept_ratio_eager"], 2),
-                    "yes" if peer["same_output"] and peer["same_gradients"] else "NO",
+                    ratio(peer["kept_ratio_first"], 2),
+                    same_bits(peer),
                 )
             )
     return lines
+
+
+def same_bits(peer: dict[str, Any]) -> str:
+    """Whether output and gradients have the bits of the first peer's."""
+    if peer["same_output"] is None:
+        return MISSING
+    return "yes" if peer["same_output"] and peer["same_gradients"] else "NO"
+
+
+def ffn_setting(result: dict[str, Any], case: dict[str, Any]) -> list[str]:
+    """What tells a case from others of its shape and activation, where there are any."""
+    config, found = result["config"], []
+    if len(config["densities"]) > 1:
+        found.append(f"density {case['density']:g}")
+    if case["precision"] != PLAIN and len(config["precisions"]) > 1:
+        found.append(case["precision"])
+    return found
+
+
+COMPACT_FFN = {
+    "step, × {first}": ("ms", "ratio_first", 3),
+    "step, × best of {first}, compile": ("ms", "ratio_best", 3),
+    "peak, × {first}": ("MiB", "peak_ratio_first", 2),
+    "kept, × {first}": ("MiB", "kept_ratio_first", 2),
+}
+"""By title: the unit of the first peer's own figure, and the ratio of all others."""
+
+
+def compact_ffn(result: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    """For each precision: times, peaks and what is kept, a column for each peer."""
+    found = []
+    for precision in result["config"]["precisions"]:
+        cases = [c for c in result["cases"] if c["precision"] == precision]
+        names = list(dict.fromkeys(p["peer"] for c in cases for p in c["peers"]))
+        for title, (unit, key, digits) in COMPACT_FFN.items():
+            if not cases or (key == "ratio_best" and "compile" not in names):
+                continue
+            first = cases[0]["first"]
+            what = title.format(first=first) + ("" if precision == PLAIN else f" ({precision})")
+            columns = [what, "activation", "density", f"{first}, {unit}"]
+            shown = [name for name in names if name != first or key == "ratio_best"]
+            columns += shown
+            header = f"{line(*columns)}\n|{' --- |' * len(columns)}"
+            lines = []
+            for case in cases:
+                peers = {peer["peer"]: peer for peer in case["peers"]}
+                cells = [ffn_shape(case), case["activation"], f"{case['density']:g}"]
+                cells.append(own_figure(peers[first], key))
+                cells += [compact_cell(peers.get(name), key, digits) for name in shown]
+                lines.append(line(*cells))
+            found.append((header, lines))
+    return found
+
+
+def own_figure(peer: dict[str, Any], key: str) -> str:
+    """What the others' ratios are to."""
+    if key in ("ratio_first", "ratio_best"):
+        return MISSING if peer["seconds"] is None else f"{peer['seconds']['median'] * 1e3:.3f}"
+    return mib(peer["peak_bytes" if key.startswith("peak") else "kept_bytes"])
+
+
+def compact_cell(peer: dict[str, Any] | None, key: str, digits: int) -> str:
+    """The ratio of a peer; *: its results have other bits."""
+    if peer is None or peer["failed"] is not None or peer[key] is None:
+        return MISSING
+    return ratio(peer[key], digits) + ("*" if same_bits(peer) == "NO" else "")
+
+
+def compact_kernels(result: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    """Times of each step, two columns for each backend."""
+    names = list(dict.fromkeys(s["backend"] for c in result["cases"] for s in c["steps"]))
+    columns = ["activation", "inputs", "density", "step", "copy, ms"]
+    columns += [cell for name in names for cell in (f"{name}, ms", f"{name}, floor / time")]
+    lines = []
+    for case in result["cases"]:
+        found = {(s["step"], s["backend"]): s for s in case["steps"]}
+        for step in dict.fromkeys(s["step"] for s in case["steps"]):
+            cells = [case["activation"], case["inputs"], f"{case['density']:.3f}", step]
+            cells.append(f"{case['copy']['median'] * 1e3:.3f}")
+            for name in names:
+                one = found.get((step, name))
+                cells += (
+                    [MISSING, MISSING]
+                    if one is None
+                    else [f"{one['seconds']['median'] * 1e3:.3f}", f"{one['share']:.2f}"]
+                )
+            lines.append(line(*cells))
+    return [(f"{line(*columns)}\n|{' --- |' * len(columns)}", lines)] if lines else []
 
 
 def model_limits(result: dict[str, Any]) -> list[float]:
@@ -158,6 +293,11 @@ def model_header(result: dict[str, Any]) -> str:
     )
 
 
+def fitting(fit: dict[str, Any]) -> str:
+    """The largest batch under a limit; ~: predicted, not tried."""
+    return f"{'' if fit.get('verified', True) else '~'}{fit['batch_size']}"
+
+
 def model_rows(result: dict[str, Any]) -> list[str]:
     """One line a memory mode."""
     lines = []
@@ -169,7 +309,7 @@ def model_rows(result: dict[str, Any]) -> list[str]:
             f"{case['batch_size']} × {case['seq_len']}",
         ]
         for mode in case["modes"]:
-            fits = {f["memory_gb"]: str(f["batch_size"]) for f in mode["fits"]}
+            fits = {f["memory_gb"]: fitting(f) for f in mode["fits"]}
             speed, peak, base = mode["tokens_per_s"], mode["peak_bytes"], first["peak_bytes"]
             lines.append(
                 line(
@@ -263,7 +403,7 @@ def codec_rate_rows(result: dict[str, Any]) -> list[str]:
 
 def caption(path: Path) -> str:
     """What was measured, on what."""
-    result = json.loads(path.read_text())
+    result = load(path)
     describe = {"codec": about_codec, "kernels": about_kernels, "ffn": about_ffn}
     describe["model"] = about_model
     about = describe.get(result.get("benchmark"), about_compare)(result["config"])
@@ -291,9 +431,9 @@ def about_kernels(config: dict[str, Any]) -> str:
 
 
 def about_ffn(config: dict[str, Any]) -> str:
-    return (
-        f"density {config['density']:g}, {config['dtype']}, median of at most {config['repeats']}"
-    )
+    dtypes = [config["dtype"] if p == PLAIN else p for p in config["precisions"]]
+    density = ", ".join(f"{d:g}" for d in config["densities"])
+    return f"density {density}, {', '.join(dtypes)}, median of at most {config['repeats']}"
 
 
 def about_model(config: dict[str, Any]) -> str:
@@ -320,10 +460,15 @@ def machine(env: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    paths = [Path(p) for p in sys.argv[1:]]
+    parser = argparse.ArgumentParser(description="Print Markdown tables of result files.")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--compact", action="store_true", help="a column for each peer or backend")
+    options = parser.parse_args()
+    paths: list[Path] = options.files
     grouped: dict[str, list[str]] = {}
     for path in paths:
-        for header, lines in tables(path):
+        compact = compact_tables(path) if options.compact else []
+        for header, lines in compact or long_tables(path):
             grouped.setdefault(header, []).extend(lines)
     for header, lines in grouped.items():
         print(header, *lines, "", sep="\n")

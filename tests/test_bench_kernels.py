@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 from bitsparse.backends import force_backend
 from bitsparse.bench import inputs, kernels, nvcomp
 from bitsparse.bench.kernels import STEPS, WHOLE, WHOLE_STEPS, KernelsConfig, run_kernels
-from bitsparse.bench.timing import Spread, Task, alternate, reason, same_bits
+from bitsparse.bench.timing import Spread, Task, TimeLimit, alternate, reason, same_bits
 from bitsparse.cli.app import app
 from bitsparse.training.errors import UserError, check_at_least
 from helpers import assert_refused
@@ -141,10 +142,67 @@ def test_the_command(tmp_path):
     }
     assert 2 * dense < activate["relu"] < 3 * dense < activate["reglu"] < 4 * dense
     table = runpy.run_path(str(ROOT / "benchmarks" / "table.py"))
-    lines = table["rows"](out)
+    lines = table["long_tables"](out)[0][1]
     assert sum("| copy |" in line for line in lines) == len(cases)
     assert all(line.count("|") == table["KERNELS"].splitlines()[0].count("|") for line in lines)
     assert "256 × 128 bfloat16" in table["caption"](out)
+
+
+def test_backends_side_by_side(tmp_path):
+    out = tmp_path / "kernels.json"
+    done = command(
+        *("--shape", "128x64", "--densities", "0.3,0.1", "--activations", "relu2"),
+        *("--inputs", "correlated", "--repeats", 1, "--output-json", out),
+    )
+    assert done.exit_code == 0, done.output
+    content = json.loads(out.read_text())
+    for case in content["cases"]:  # another backend, twice as fast, that has no survey
+        twice = [s for s in case["steps"] if s["step"] != "survey"]
+        case["steps"] += [
+            step
+            | {"backend": "other", "share": 2 * step["share"]}
+            | {"seconds": step["seconds"] | {"median": step["seconds"]["median"] / 2}}
+            for step in twice
+        ]
+    out.write_text(json.dumps(content))
+    table = runpy.run_path(str(ROOT / "benchmarks" / "table.py"))
+    ((header, lines),) = table["compact_tables"](out)
+    assert header.splitlines()[0].endswith(
+        "| copy, ms | reference, ms | reference, floor / time | other, ms | other, floor / time |"
+    )
+    assert len(lines) == 2 * (len(STEPS) + len(WHOLE_STEPS))
+    assert {line.count("|") for line in (*header.splitlines(), *lines)} == {10}
+    assert lines[0].split(" | ")[3] == "survey" and lines[0].endswith("| – | – |")
+    (hidden,) = (s for s in content["cases"][1]["steps"][: len(STEPS)] if s["step"] == "hidden")
+    median, share = hidden["seconds"]["median"] * 1e3, hidden["share"]
+    shown = next(li for li in lines if "| hidden |" in li)
+    figures = f"{median:.3f} | {share:.2f} | {median / 2:.3f} | {2 * share:.2f}"
+    assert shown.endswith(f"| {figures} |")
+
+
+def test_a_time_limit_leaves_cases_out(tmp_path):
+    out = tmp_path / "kernels.json"
+    done = command(
+        *("--shape", "64x64", "--activations", "relu", "--inputs", "independent"),
+        *("--repeats", 1, "--time-limit", 0, "--output-json", out),
+    )
+    assert done.exit_code == 0, done.output
+    content = json.loads(out.read_text())
+    assert [c["activation"] for c in content["cases"]] == [WHOLE]
+    assert content["skipped"] == ["0.1 independent relu"]
+    assert "time limit: not measured: 0.1 independent relu" in done.output
+
+
+def test_a_limit_lets_a_part_as_long_as_the_longest_begin(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    limit = TimeLimit(10, began=0.0)
+    for began, took, allowed in ((0, 4, True), (4, 1, True), (6, 2, True), (6.1, 0, False)):
+        now[0] = began
+        assert limit.allows_another() is allowed
+        with limit.part():
+            now[0] += took
+    assert TimeLimit(None).left() == float("inf")
 
 
 def test_a_backend_that_fails_is_reported(monkeypatch):

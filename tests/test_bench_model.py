@@ -3,7 +3,6 @@
 import json
 import runpy
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +10,17 @@ from typer.testing import CliRunner
 
 from bitsparse.backends import force_backend
 from bitsparse.bench import model as bench
-from bitsparse.bench.model import ModelBenchConfig, ModelCase, ModeResult, judge, largest, run_model
-from bitsparse.bench.timing import Spread
+from bitsparse.bench.model import (
+    GIB,
+    ModelBenchConfig,
+    ModelCase,
+    ModeResult,
+    judge,
+    largest,
+    predict,
+    run_model,
+)
+from bitsparse.bench.timing import Spread, TimeLimit
 from bitsparse.cli.app import app
 from bitsparse.training import model as training_model
 from bitsparse.training.errors import UserError
@@ -53,38 +61,127 @@ def test_the_largest_number_is_found_from_any_guess(fitting):
             tried.append(number)
             return number <= fitting
 
-        assert largest(fits, guess, 100) == (fitting, len(tried))
+        assert largest(fits, guess, 100) == (fitting, len(tried), True, fitting)
         assert len(tried) == len(set(tried)) <= 14
 
 
 def test_a_good_guess_takes_few_tries():
-    _, tries = largest(lambda n: n <= 1003, 1000, 2**14)
-    assert tries <= 8
+    for guess, most_tries in ((1003, 2), (1004, 2), (1000, 8), (1100, 14)):
+        assert largest(lambda n: n <= 1003, guess, 2**14).tries <= most_tries
 
 
-def test_fits_are_searched_under_each_limit(monkeypatch):
-    config = ModelBenchConfig(activations=("relu2",), modes=("compressed",), steps=1, device="cpu")
-    measured = bench._Bench(config, torch.device("cpu"), "tiny", "relu2")
-    fractions = []
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda d: SimpleNamespace(total_memory=100 * bench.GIB)
+def test_a_search_that_is_stopped_says_what_it_knows():
+    answers = iter([True, True, False])
+    found = largest(lambda n: n <= 1003, 1000, 2**14, lambda: next(answers))
+    assert (found.number, found.tries, found.exact) == (1001, 2, False)
+    assert largest(lambda n: True, 5, 9, lambda: False) == (0, 0, False, 9)
+
+
+def test_peaks_predict_what_fits():
+    assert predict({4: 600, 8: 1000}, 1000, 99) == 8
+    assert predict({4: 600, 8: 1000, 1: 500}, 1399, 99) == 11  # from the two largest
+    assert predict({4: 600, 8: 1000}, 199, 99) == 0
+    assert predict({4: 600, 8: 1000}, 10**6, 99) == 99
+    assert predict({8: 1000}, 2000, 99) is None
+    assert predict({4: 1000, 8: 1000}, 2000, 99) is None
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """A search on a GPU of 100 GiB: a step takes 2 GiB, and 0.5 for each sequence, of which the
+    allocator needs a tenth more."""
+    config = ModelBenchConfig(
+        activations=("relu2",), modes=("compressed",), batch_size=8, steps=1, device="cpu"
     )
-    monkeypatch.setattr(
-        torch.cuda, "set_per_process_memory_fraction", lambda f, d: fractions.append(f)
+    cpu = torch.device("cpu")
+    measured = bench._Bench(config, cpu, "tiny", "relu2", TimeLimit(None))
+    measured.held, measured.tried, measured.waste = [1.0], [], 1.1
+
+    def fits(mode, size, nbytes):
+        measured.tried.append(size)
+        peak = 2 * GIB + size * GIB // 2
+        if peak * measured.waste > measured.held[-1] * 100 * GIB:
+            return False
+        mode.peaks[size] = peak
+        return peak <= nbytes
+
+    monkeypatch.setattr(bench, "device_memory", lambda device: 100 * GIB)
+    monkeypatch.setattr(measured, "hold_to", measured.held.append)
+    monkeypatch.setattr(measured, "fits", fits)
+    return measured
+
+
+def test_fits_are_searched_under_each_limit(simulated):
+    mode = ModeResult("compressed")
+    simulated.measure_fits(mode, (22.0, 55.0, 104.0, 141.0), lambda what: None)
+    assert mode.fits_failed is None
+    assert [f.memory_gb for f in mode.fits] == [22.0, 55.0, 104.0, 141.0]
+    # (limit / 1.1 - 2) / 0.5; without the tenth it would be (limit - 2) / 0.5.
+    assert [f.batch_size for f in mode.fits] == [36, 96, 177, 278]
+    assert [f.predicted for f in mode.fits] == [40, 106, 196, 278]
+    assert [f.verified for f in mode.fits] == [True, True, True, False]
+    assert mode.fits[2].limit_bytes == 100 * GIB  # what there is
+    assert mode.fits[3].tries == 0  # more than there is: predicted, not tried
+    assert simulated.held == [1.0, 0.22, 0.55, 1.0, 1.0]  # and none at the end
+    assert simulated.tried[:2] == [4, 8]
+    for fit in mode.fits[:3]:
+        assert {fit.batch_size, fit.batch_size + 1} <= set(simulated.tried)
+
+
+def test_a_right_prediction_takes_two_steps_a_limit(simulated):
+    simulated.waste = 1.0
+    mode = ModeResult("compressed")
+    simulated.measure_fits(mode, (12.0, 52.0), lambda what: None)
+    assert [(f.batch_size, f.predicted, f.tries) for f in mode.fits] == [(20, 20, 2), (100, 100, 2)]
+    assert simulated.tried == [4, 8, 20, 21, 100, 101]
+
+
+def test_without_time_the_prediction_is_given(simulated):
+    simulated.clock = TimeLimit(0)
+    mode = ModeResult("compressed")
+    simulated.measure_fits(mode, (22.0,), lambda what: None)
+    (fit,) = mode.fits
+    assert (fit.batch_size, fit.predicted, fit.verified, fit.tries) == (40, 40, False, 0)
+
+
+def test_what_fits_on_this_machine(tmp_path):
+    """The search is real on a CPU too: peaks of steps that were done."""
+    out = tmp_path / "model.json"
+    options = ("--activations", "relu2", "--modes", "dense,checkpoint", "--steps", 1)
+    done = command(*options, "--batch-size", 8, "--memory-gb", "0.01,1048576", "--output-json", out)
+    assert done.exit_code == 0, done.output
+    content = json.loads(out.read_text())
+    batches = {}
+    for mode in content["cases"][0]["modes"]:
+        assert mode["fits_failed"] is None
+        tried, far = mode["fits"]
+        peaks = {int(size): peak for size, peak in mode["peaks"].items()}
+        batches[mode["mode"]] = size = tried["batch_size"]
+        assert tried["verified"] and tried["limit_bytes"] == int(0.01 * GIB)
+        assert peaks[size] <= tried["limit_bytes"] < peaks[size + 1]
+        assert abs(tried["predicted"] - size) <= 0.15 * size
+        assert not far["verified"] and far["tries"] == 0 and far["batch_size"] == far["predicted"]
+    assert batches["checkpoint"] > 0 and batches["dense"] > 0
+    table = runpy.run_path(str(ROOT / "benchmarks" / "table.py"))
+    ((header, lines),) = table["tables"](out)
+    assert header.splitlines()[0].endswith("| batch in 0.01 GiB | batch in 1.04858e+06 GiB |")
+    assert f"| {batches['dense']} | ~" in lines[0] and f"| {batches['checkpoint']} | ~" in lines[1]
+
+
+def test_a_time_limit_leaves_models_out(tmp_path):
+    config = ModelBenchConfig(
+        modes=("dense",), steps=1, memory_gb=(0.01,), time_limit=0, device="cpu"
     )
-    monkeypatch.setattr(measured, "fits", lambda mode, size: size <= 1000 * fractions[-1])
-    mode = ModeResult("compressed", peak_bytes=10 * bench.GIB)
-    measured.measure_fits(mode, (25.0, 50.0, 141.0), lambda what: None)
-    assert [f.batch_size for f in mode.fits] == [250, 500, 1000]
-    assert [f.memory_gb for f in mode.fits] == [25.0, 50.0, 141.0]
-    assert mode.fits[-1].limit_bytes == 100 * bench.GIB  # what there is
-    assert fractions == [0.25, 0.5, 1.0, 1.0]  # and none at the end
+    result = run_model(config)
+    assert [c.activation for c in result.cases] == ["relu2"]
+    assert result.skipped == ["tiny reglu"]
+    assert not result.cases[0].modes[0].fits[0].verified
 
 
 def test_a_step_that_does_not_fit_is_undone(monkeypatch):
     config = ModelBenchConfig(activations=("relu2",), modes=("dense",), steps=1, device="cpu")
-    measured = bench._Bench(config, torch.device("cpu"), "tiny", "relu2")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    measured = bench._Bench(config, torch.device("cpu"), "tiny", "relu2", TimeLimit(None))
+    mode = ModeResult("compressed")
     before = [p.clone() for p in measured.trainee.model.parameters()]
     real = bench.train_step
 
@@ -95,7 +192,7 @@ def test_a_step_that_does_not_fit_is_undone(monkeypatch):
         return real(trainee, batches, lr)
 
     monkeypatch.setattr(bench, "train_step", step)
-    assert [measured.fits("compressed", size) for size in (2, 4, 3)] == [True, False, True]
+    assert [measured.fits(mode, size, GIB) for size in (2, 4, 3)] == [True, False, True]
     parameters = list(measured.trainee.model.parameters())
     assert all(p.grad is None for p in parameters)
     assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
@@ -122,11 +219,10 @@ def test_the_command(tmp_path):
     out, chart = tmp_path / "model.json", tmp_path / "model.png"
     done = command(
         *("--activations", "relu2,drelu", "--modes", "dense,checkpoint,compressed"),
-        *("--batch-size", 8, "--steps", 2, "--density", 0.2, "--memory-gb", "24,40"),
+        *("--batch-size", 8, "--steps", 2, "--density", 0.2),
         *("--output-json", out, "--plot", chart),
     )
     assert done.exit_code == 0, done.output
-    assert "--memory-gb: skipped" in done.output
     assert chart.read_bytes().startswith(b"\x89PNG")
     content = json.loads(out.read_text())
     assert content["benchmark"] == "model"
@@ -197,7 +293,8 @@ ERRORS: dict[str, tuple[str, ...]] = {
     "--codec: got 'x', allowed": ("--codec", "x"),
     "--dtype: got 'x', allowed": ("--dtype", "x"),
     "--steps: got 0, allowed": ("--steps", "0"),
-    "--memory-gb: got 0.5, allowed: at least 1": ("--memory-gb", "0.5"),
+    "--memory-gb: got 0.0, allowed: at least": ("--memory-gb", "0"),
+    "--time-limit: got -1.0, allowed": ("--time-limit", "-1"),
     "--memory-gb: got 'x', allowed: numbers": ("--memory-gb", "x"),
     "--output-json: got missing/x.json, allowed": ("--output-json", "missing/x.json"),
 }

@@ -98,6 +98,29 @@ def test_compare(text: Path, tmp_path: Path) -> None:
     assert (out / "compare.png").stat().st_size > 0
 
 
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("--modes: got 'x', allowed: compressed", ("--modes", "dense,x")),
+        (
+            "--storage: got 'fp8' with --modes dense, allowed",
+            ("--storage", "fp8", "--modes", "dense"),
+        ),
+        (
+            "--dtype: got 'float32' with --precision fp8",
+            ("--precision", "fp8", "--dtype", "float32"),
+        ),
+    ],
+)
+def test_compare_refuses_options_as_the_other_commands_do(
+    message: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    done = bitsparse("compare", *TINY, *options, "--output-dir", tmp_path / "out")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_help_and_version() -> None:
     assert bitsparse("--version").stdout.startswith("bitsparse ")
     text = bitsparse("compare", "--help").stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,7 @@ from bitsparse.bench import nvcomp
 from bitsparse.bench.inputs import PRE_ACTIVATIONS
 from bitsparse.bench.lossless import compress_checked
 from bitsparse.bench.result import Result
-from bitsparse.bench.timing import Spread, Task, alternate, forget, reason
+from bitsparse.bench.timing import Spread, Task, TimeLimit, alternate, forget, reason
 from bitsparse.codings import Stream
 from bitsparse.tensor import compress
 from bitsparse.training.compare import environment
@@ -68,6 +69,9 @@ class KernelsConfig:
     codec: str = "balanced"
     backends: tuple[str, ...] = (AUTO,)
     repeats: int = 5
+    time_limit: float | None = None
+    """Seconds for everything: no case begins that would not end by then, if it took as long as the
+    longest before."""
     device: str | None = None
     seed: int = 0
 
@@ -90,6 +94,8 @@ class KernelsConfig:
         check_choice("--dtype", self.dtype, DTYPES)
         check_choice("--codec", self.codec, codings.POLICIES)
         check_at_least("--repeats", self.repeats, 1)
+        if self.time_limit is not None:
+            check_at_least("--time-limit", self.time_limit, 0)
         check_at_least("--seed", self.seed, 0, LARGEST_SEED)
 
 
@@ -171,13 +177,18 @@ def run_kernels(
     result = KernelsResult(config, environment(device))
     wholes = (WHOLE, *config.activations)
     total = len(config.densities) * len(config.inputs) * len(wholes)
-    for density in config.densities:
-        for inputs in config.inputs:
-            for name in wholes:
-                result.cases.append(_case(config, device, inputs, density, name))
-                forget()
-                if on_case is not None:
-                    on_case(result, total)
+    limit = TimeLimit(config.time_limit)
+    for density, inputs, name in itertools.product(config.densities, config.inputs, wholes):
+        if not limit.allows_another():
+            result.skipped.append(f"{density:g} {inputs} {name}")
+            continue
+        with limit.part():
+            result.cases.append(_case(config, device, inputs, density, name))
+            forget()
+        if on_case is not None:
+            on_case(result, total)
+    if result.skipped and on_case is not None:
+        on_case(result, total)
     return result
 
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-import bitsparse
 from bitsparse import codings
 from bitsparse.activations import ACTIVATIONS
 from bitsparse.bench.inputs import neuron_shifts
 from bitsparse.bench.peers import default_chunk
 from bitsparse.bench.result import Progress, Result
-from bitsparse.bench.timing import OUT_OF_MEMORY, Spread, Task, alternate, forget, reason
+from bitsparse.bench.timing import OUT_OF_MEMORY, Spread, Task, TimeLimit, alternate, forget, reason
 from bitsparse.training.accounting import step_peak
 from bitsparse.training.compare import environment
 from bitsparse.training.errors import (
@@ -40,6 +40,9 @@ WARMUP = 1
 _CALIBRATION = 2048
 """Tokens from which densities are set."""
 _CONSTANT = 4.0
+_NEARLY = 1.05
+"""A device that has at least its share of a limit stands for one that has it all: 141 GB of memory
+are 139 or 140 GiB."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,10 @@ class ModelBenchConfig:
     steps: int = 5
     """Timed ones, of each mode."""
     memory_gb: tuple[float, ...] = ()
-    """In GiB: limits under which the largest batch is looked for. GPU only."""
+    """In GiB: limits under which the largest batch is looked for."""
+    time_limit: float | None = None
+    """Seconds for everything: when they are over no step is tried, and what fits is predicted; no
+    model begins that would not end by then, if it took as long as the longest before."""
     device: str | None = None
     seed: int = 0
 
@@ -83,7 +89,9 @@ class ModelBenchConfig:
         check_choice("--dtype", self.dtype, DTYPES)
         check_at_least("--steps", self.steps, 1)
         for limit in self.memory_gb:
-            check_at_least("--memory-gb", limit, 1, 2**20)
+            check_at_least("--memory-gb", limit, 2**-10, 2**20)
+        if self.time_limit is not None:
+            check_at_least("--time-limit", self.time_limit, 0)
         check_at_least("--seed", self.seed, 0, LARGEST_SEED)
         for preset in self.presets:
             check_batch(*self.batch(preset))
@@ -110,13 +118,18 @@ class Fit:
     memory_gb: float
     """Asked for."""
     limit_bytes: int
-    """What PyTorch's allocator was held to: no more than the GPU has."""
+    """What a step may take: where the device has a little less, what it has."""
     batch_size: int
-    """Sequences in one step that was done; 0: not one."""
+    """Sequences in one step; 0: not one fits."""
+    predicted: int | None
+    """The same, from the peaks of smaller steps alone; None: their peaks could not be measured."""
+    verified: bool
+    """Whether a step of ``batch_size`` was done, and one of a sequence more ran out of memory or
+    would not have stayed within the limit; else ``batch_size`` is what can be said without."""
     tries: int
     """Steps that were tried."""
     bounded: bool
-    """Whether larger ones were not tried, although it might fit."""
+    """Whether larger ones are not allowed, although they might fit."""
 
 
 @dataclass
@@ -134,6 +147,8 @@ class ModeResult:
     """Of a step: parameters, optimizer state, gradients and activations."""
     density: list[float] = field(default_factory=list)
     """By layer, of what compressed blocks kept."""
+    peaks: dict[int, int] = field(default_factory=dict)
+    """Peak in bytes by batch size, of steps that were done in the search."""
     fits: list[Fit] = field(default_factory=list)
     fits_failed: str | None = None
 
@@ -175,8 +190,9 @@ def run_model(
     config.check()
     device = get_device(config.device)
     result = ModelResult(config, environment(device))
-    limits = config.memory_gb if device.type == "cuda" else ()
+    limits = tuple(sorted(config.memory_gb))
     models = [(p, a) for p in config.presets for a in config.activations]
+    clock = TimeLimit(config.time_limit)
     each = len(config.modes) * (1 + len(limits)) + config.steps
     done = 0
 
@@ -186,21 +202,27 @@ def run_model(
         if on_progress is not None:
             on_progress(Progress(what, done, each * len(models)))
 
-    for i, (preset, activation) in enumerate(models):
-        bench = _Bench(config, device, preset, activation)
-        case = bench.case
-        result.cases.append(case)
-        bench.measure_steps(tell)
+    def save() -> None:
         if on_case is not None:
             on_case(result)
-        for mode in case.modes:
-            if limits and mode.failed in (None, OUT_OF_MEMORY):
-                bench.measure_fits(mode, tuple(sorted(limits)), tell)
-                if on_case is not None:
-                    on_case(result)
-        done = each * (i + 1)
-        del bench
-        forget()
+
+    for i, (preset, activation) in enumerate(models):
+        if not clock.allows_another():
+            result.skipped.append(f"{preset} {activation}")
+            continue
+        with clock.part():
+            bench = _Bench(config, device, preset, activation, clock)
+            result.cases.append(bench.case)
+            bench.measure_steps(tell)
+            save()
+            for mode in bench.case.modes:
+                if limits and mode.failed in (None, OUT_OF_MEMORY):
+                    bench.measure_fits(mode, limits, tell)
+                    save()
+            done = each * (i + 1)
+            del bench
+            forget()
+    save()
     return result
 
 
@@ -208,9 +230,14 @@ class _Bench:
     """One model, whose blocks change their memory mode between steps."""
 
     def __init__(
-        self, config: ModelBenchConfig, device: torch.device, preset: str, activation: str
+        self,
+        config: ModelBenchConfig,
+        device: torch.device,
+        preset: str,
+        activation: str,
+        clock: TimeLimit,
     ) -> None:
-        self.config, self.device = config, device
+        self.config, self.device, self.clock = config, device, clock
         self.batch_size, self.seq_len = config.batch(preset)
         model_config = config.model(preset, activation)
         model = build_model(model_config, "dense", config.seed, device, config.codec)
@@ -298,48 +325,73 @@ class _Bench:
     def measure_fits(
         self, mode: ModeResult, limits: tuple[float, ...], tell: Callable[[str], None]
     ) -> None:
-        """Fill in the largest batch of a mode under each limit, in rising order."""
-        total = torch.cuda.get_device_properties(self.device).total_memory
+        """Fill in the largest batch of a mode under each limit, in rising order.
+
+        The peak of a step is close to linear in the batch. So it is measured at two sizes, and
+        predicts the largest batch; that one and the next are then tried, and more if need be.
+        """
+        total = device_memory(self.device)
         most = max(1, LARGEST_BATCH // self.seq_len)
-        state = self.trainee.state_bytes()
-        per_sequence = ((mode.peak_bytes or 0) - state) / self.batch_size
+        peaks = mode.peaks
+        used = 1.0  # share of the limit that the last batch that fits takes
         try:
+            for size in two_sizes(self.batch_size, most):
+                self.fits(mode, size, total)
             for limit in limits:
                 tell(f"{self.case.preset} {self.case.activation}: {mode.mode}, {limit:g} GiB")
-                nbytes = min(int(limit * GIB), total)
-                guess = self.batch_size
-                if per_sequence > 0:
-                    guess = int((nbytes - state) / per_sequence)
-                torch.cuda.set_per_process_memory_fraction(nbytes / total, self.device)
-                found, tries = largest(lambda size: self.fits(mode.mode, size), guess, most)
-                mode.fits.append(Fit(limit, nbytes, found, tries, bounded=found == most))
-                if found:  # closer than the peak: what the allocator cannot use is in it
-                    per_sequence = (nbytes - state) / found
+                asked = int(limit * GIB)
+                nbytes = min(asked, total) if asked <= total * _NEARLY else asked
+                predicted = predict(peaks, nbytes, most)
+                found = Found(predicted or 0, 0, False)
+                if nbytes <= total:
+                    guess = predict(peaks, int(nbytes * used), most)
+                    self.hold_to(nbytes / total)
+                    found = largest(
+                        lambda size, nbytes=nbytes: self.fits(mode, size, nbytes),  # type: ignore[misc]
+                        self.batch_size if guess is None else guess,
+                        most,
+                        lambda: self.clock.left() > 0,
+                    )
+                size = found.number
+                if not found.exact and predicted is not None:
+                    size = min(max(size, predicted), found.most)
+                mode.fits.append(
+                    Fit(limit, nbytes, size, predicted, found.exact, found.tries, size == most)
+                )
+                if found.exact and size in peaks:
+                    used = min(1.0, peaks[size] / nbytes)
         except Exception as error:
             mode.fits_failed = reason(error)
             self.clean(error)
         finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+            self.hold_to(1.0)
             forget()
 
-    def fits(self, mode: str, batch_size: int) -> bool:
-        """Whether a step of so many sequences can be done."""
+    def hold_to(self, share: float) -> None:
+        """Let PyTorch's allocator have so much of a GPU."""
+        if self.device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(share, self.device)
+
+    def fits(self, mode: ModeResult, batch_size: int, nbytes: int) -> bool:
+        """Whether a step of so many sequences can be done and takes at most ``nbytes``."""
         forget()
         try:
-            self.set_mode(mode, batch_size)
-            self.step(self.batch(batch_size))
-            torch.cuda.synchronize(self.device)
-            return True
+            self.set_mode(mode.mode, batch_size)
+            batch = self.batch(batch_size)
+            _, rise = step_peak(self.device, lambda: self.step(batch))
         except Exception as error:
             if not _ran_out(error):
                 raise
             self.clean(error)
             return False
+        if rise is None:
+            return True
+        mode.peaks[batch_size] = rise + self.trainee.state_bytes()
+        return mode.peaks[batch_size] <= nbytes
 
     def clean(self, error: BaseException) -> None:
         """Undo a step that failed."""
         self.trainee.optimizer.zero_grad(set_to_none=True)
-        bitsparse.release_workspace()
         forget(error)
 
 
@@ -349,22 +401,64 @@ def _ran_out(error: Exception) -> bool:
     return is_out_of_memory(error) or "out of memory" in text or "alloc_failed" in text
 
 
-def largest(fits: Callable[[int], bool], guess: int, most: int) -> tuple[int, int]:
+def device_memory(device: torch.device) -> int:
+    """Bytes of memory that a device has."""
+    if device.type == "cuda":
+        total: int = torch.cuda.get_device_properties(device).total_memory
+        return total
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def two_sizes(batch_size: int, most: int) -> tuple[int, ...]:
+    """Batches from whose peaks others are predicted."""
+    return (1, min(2, most)) if batch_size == 1 else ((batch_size + 1) // 2, batch_size)
+
+
+def predict(peaks: dict[int, int], nbytes: int, most: int) -> int | None:
+    """The largest batch, from 0 to ``most``, whose peak is at most ``nbytes``, if the peak goes on
+    as it does between the two largest batches of ``peaks``; None where they do not say."""
+    if len(peaks) < 2:
+        return None
+    (low, low_peak), (high, high_peak) = sorted(peaks.items())[-2:]
+    if high_peak <= low_peak:
+        return None
+    per_sequence = (high_peak - low_peak) / (high - low)
+    return min(max(int(high + (nbytes - high_peak) / per_sequence), 0), most)
+
+
+class Found(NamedTuple):
+    """What :func:`largest` knows."""
+
+    number: int
+    """The largest that is known to fit; 0: none is."""
+    tries: int
+    exact: bool
+    """Whether the next one is known not to fit, or not allowed."""
+    most: int = 2**63
+    """The largest that is not known not to fit."""
+
+
+def largest(
+    fits: Callable[[int], bool],
+    guess: int,
+    most: int,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> Found:
     """The largest number from 0 to ``most`` that fits, if all smaller ones do.
 
     Args:
         fits: whether a number, at least 1, does.
-        guess: where to look first; far off, it takes longer.
+        guess: where to look first; two tries if it is right, more the further it is off.
         most: the largest that is tried.
-
-    Returns:
-        The number, and how many were tried.
+        goes_on: asked before each try whether there is to be one.
     """
     tries = 0
     low, high = 0, most + 1  # fits, and does not (or is not tried)
     number = min(max(guess, 1), most)
-    step = max(1, number // 32)
+    step, next_step = 1, max(2, number // 64)
     while high - low > 1:
+        if not goes_on():
+            return Found(low, tries, False, high - 1)
         tries += 1
         if fits(number):
             low = number
@@ -372,10 +466,10 @@ def largest(fits: Callable[[int], bool], guess: int, most: int) -> tuple[int, in
         else:
             high = number
             number = number - step
-        step *= 2
+        step, next_step = next_step, 2 * next_step
         if not low < number < high or (low > 0 and high <= most):
             number = (low + high) // 2
-    return low, tries
+    return Found(low, tries, True, low)
 
 
 def judge(case: ModelCase, times: dict[str, list[float]]) -> None:

@@ -11,7 +11,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -35,7 +35,8 @@ Block = Callable[[Tensor], Tensor]
 Factory = Callable[[str, Weights], Block]
 """Of the name of an activation and the weights of one layer."""
 
-EAGER, COMPILE = "eager", "compile"
+EAGER, COMPILE, DENSE = "eager", "compile", "dense"
+COMPILE_STACK, BUDGET = "compile-stack", "budget"
 
 _BUDGET = 0.5
 _CHUNKS = 4
@@ -56,6 +57,11 @@ class Options:
 
     tokens_per_chunk: int | None = None
     """Of the peer "chunked"; None: :func:`default_chunk`."""
+    precision: str | None = None
+    """Of :data:`FP8_PEERS`, as :func:`bitsparse.ffn` takes it."""
+    compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    """By peer, what was compiled; stacks of the same activation and shapes can share it, whatever
+    their weights."""
 
 
 Build = Callable[[str, list[Weights], Options], Block]
@@ -132,12 +138,21 @@ def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def _compile(activation: str, layers: list[Weights], _: Options) -> Block:
+def _compiled(options: Options, peer: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` compiled, or what was compiled for this peer before."""
+    if peer not in options.compiled:
+        options.compiled[peer] = torch.compile(function, dynamic=False)
+    return options.compiled[peer]
+
+
+def _compile(
+    activation: str, layers: list[Weights], options: Options, peer: str = COMPILE
+) -> Block:
     """One layer is compiled, and used for all."""
-    return _layers(torch.compile(_own_code(_residual), dynamic=False), activation, layers)
+    return _layers(_compiled(options, peer, _own_code(_residual)), activation, layers)
 
 
-def _compile_stack(activation: str, layers: list[Weights], _: Options) -> Block:
+def _compile_stack(activation: str, layers: list[Weights], options: Options) -> Block:
     """All layers are compiled together, which takes longer."""
     act = get_activation(activation)
 
@@ -147,13 +162,13 @@ def _compile_stack(activation: str, layers: list[Weights], _: Options) -> Block:
         return y
 
     # Not by _own_code: a closure; nothing else compiles this one.
-    return partial(torch.compile(whole, dynamic=False), layers=layers)
+    return partial(_compiled(options, COMPILE_STACK, whole), layers=layers)
 
 
 def _budget(activation: str, layers: list[Weights], options: Options) -> Block:
     from torch._functorch import config
 
-    compiled = _compile(activation, layers, options)
+    compiled = _compile(activation, layers, options, BUDGET)
 
     def run(y: Tensor) -> Tensor:
         # Read when the first call compiles.
@@ -227,6 +242,17 @@ def _bitsparse(activation: str, weights: Weights, **options: Any) -> Block:
     return partial(bitsparse.ffn, **arguments)
 
 
+def _from_options(name: str, **given: Any) -> Peer:
+    """A peer that is :func:`bitsparse.ffn` with these options."""
+
+    def build(activation: str, layers: list[Weights], options: Options) -> Block:
+        precision = options.precision
+        blocks = [_bitsparse(activation, w, precision=precision, **given) for w in layers]
+        return stack(blocks)
+
+    return Peer(name, build)
+
+
 def _chunked(activation: str, layers: list[Weights], options: Options) -> Block:
     def block(weights: Weights) -> Block:
         def run(x: Tensor) -> Tensor:
@@ -243,22 +269,29 @@ PEERS: dict[str, Peer] = {
     for peer in (
         from_factory(EAGER, _eager),
         Peer(COMPILE, _compile, compiled=True),
-        Peer("compile-stack", _compile_stack, compiled=True),
-        Peer("budget", _budget, compiled=True),
+        Peer(COMPILE_STACK, _compile_stack, compiled=True),
+        Peer(BUDGET, _budget, compiled=True),
         from_factory("sqrt", _square_root),
         Peer("checkpoint", _checkpoint),
         Peer("selective", _selective),
         Peer("offload", _offload),
-        from_factory("dense", partial(_bitsparse, memory="dense")),
-        from_factory("compressed", _bitsparse),
-        from_factory("fast", partial(_bitsparse, codec="fast")),
-        from_factory("small", partial(_bitsparse, codec="small")),
+        _from_options(DENSE, memory="dense"),
+        _from_options("compressed"),
+        _from_options("fast", codec="fast"),
+        _from_options("small", codec="small"),
         Peer("chunked", _chunked),
     )
 }
 """By name. "compressed" is bitsparse with its default codec, "fast" and "small" with others."""
 
-DEFAULT_PEERS = tuple(name for name in PEERS if name not in ("compile-stack", "dense"))
+DEFAULT_PEERS = tuple(name for name in PEERS if name not in (COMPILE_STACK, DENSE))
+
+FP8_PEERS: dict[str, Peer] = {
+    DENSE: PEERS[DENSE],
+    "checkpoint": _from_options("checkpoint", memory="checkpoint"),
+    **{name: PEERS[name] for name in ("compressed", "fast", "small")},
+}
+"""Those that compute in FP8, all the same, and keep different things for backward."""
 
 
 def load_peer(text: str) -> Peer:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bitsparse.bench.codec import CodecResult
-from bitsparse.bench.ffn import FfnResult
+from bitsparse.bench.ffn import PLAIN, FfnResult
 from bitsparse.bench.kernels import WHOLE, KernelsResult
 from bitsparse.bench.model import ModelResult
 from bitsparse.bench.sizes import CODING, methods
@@ -124,7 +124,7 @@ def save_kernels_chart(result: KernelsResult, path: Path) -> None:
 
 
 def save_ffn_chart(result: FfnResult, path: Path) -> None:
-    """For each case, time and peak memory of all peers by eager's.
+    """For each case, time and peak memory of all peers by the first one's.
 
     Raises:
         UserError: the file cannot be written.
@@ -132,18 +132,19 @@ def save_ffn_chart(result: FfnResult, path: Path) -> None:
     figure, panels = _panels(len(result.cases), 3, 5.5, 4.5)
     for panel, case in zip(panels, result.cases, strict=True):
         for i, peer in enumerate(case.peers):
-            if peer.ratio_eager is not None and peer.peak_ratio_eager is not None:
-                point = (peer.peak_ratio_eager, peer.ratio_eager)
+            if peer.ratio_first is not None and peer.peak_ratio_first is not None:
+                point = (peer.peak_ratio_first, peer.ratio_first)
                 marker = _MARKERS[i % len(_MARKERS)]
                 panel.scatter(*point, label=peer.peer, marker=marker, s=40)
                 panel.annotate(
                     peer.peer, point, fontsize=7, xytext=(4, 4), textcoords="offset points"
                 )
+        precision = "" if case.precision == PLAIN else f", {case.precision}"
         panel.set(
             title=f"{case.tokens} × {case.d_model} × {case.d_ff}, {case.layers} layers, "
-            f"{case.activation}",
-            xlabel="peak memory, × eager",
-            ylabel="time, × eager",
+            f"{case.activation}, density {case.density:g}{precision}",
+            xlabel=f"peak memory, × {case.first}",
+            ylabel=f"time, × {case.first}",
         )
         panel.title.set_fontsize(9)
         panel.grid(True, linewidth=0.3)

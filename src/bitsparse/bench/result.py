@@ -29,6 +29,8 @@ class Result(Generic[Config, Case]):
     config: Config
     environment: dict[str, Any]
     cases: list[Case] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    """Cases that were not measured, since the time limit would have been passed."""
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as plain values."""
@@ -39,4 +41,5 @@ class Result(Generic[Config, Case]):
             "environment": self.environment,
             "config": asdict(config),
             "cases": [asdict(case) for case in cases],
+            "skipped": self.skipped,
         }

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from bitsparse import dtypes
+from bitsparse import dtypes, memory
 from bitsparse.training.errors import is_out_of_memory
 
 Key = TypeVar("Key", bound=Hashable)
@@ -48,6 +50,34 @@ class Spread:
             return cls(seconds[0], seconds[0], seconds[0], 1)
         low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
         return cls(median, low, high, len(seconds))
+
+
+@dataclass
+class TimeLimit:
+    """Of a whole benchmark: says whether there is time for one more part."""
+
+    seconds: float | None
+    """From now on; None: no limit."""
+    longest: float = 0.0
+    """Seconds of the longest part so far."""
+    began: float = field(default_factory=time.perf_counter)
+
+    def left(self) -> float:
+        """Seconds until the limit."""
+        if self.seconds is None:
+            return math.inf
+        return self.seconds - (time.perf_counter() - self.began)
+
+    def allows_another(self) -> bool:
+        """Whether a part as long as the longest would end in time; the first one may always run."""
+        return self.longest == 0 or self.left() >= self.longest
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """What runs under this is a part."""
+        began = time.perf_counter()
+        yield
+        self.longest = max(self.longest, time.perf_counter() - began)
 
 
 @dataclass(frozen=True)
@@ -169,10 +199,12 @@ def reason(error: BaseException) -> str:
 
 
 def forget(error: BaseException | None = None) -> None:
-    """Free what a failed or finished part held: tensors in the frames of ``error``, caches."""
+    """Free what a failed or finished part held: tensors in the frames of ``error``, the
+    library's scratch, caches."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+    memory.release_workspace()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

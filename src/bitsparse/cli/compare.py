@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bitsparse.cli import options as o
+from bitsparse.cli.bench.common import checking_options
 from bitsparse.training.compare import (
     ORDER,
     CompareConfig,
@@ -20,6 +21,7 @@ from bitsparse.training.compare import (
     StepReport,
 )
 from bitsparse.training.compare import compare as run_comparison
+from bitsparse.training.errors import UserError
 from bitsparse.training.files import write_atomically
 from bitsparse.training.plot import save_chart
 from bitsparse.training.step import be_deterministic, get_device
@@ -70,42 +72,50 @@ def compare(
 ) -> None:
     """Train the same model in each memory mode, side by side: are losses equal, what is saved?
 
-    The exit status is 3 if any loss or final weight differs, 1 after an error.
+    The exit status is 3 if any loss or final weight differs, 1 after an error, 2 after an option
+    that is malformed or not allowed.
     """
     be_deterministic()
-    chosen_device = get_device(device)
-    base = o.choose_preset(preset, chosen_device)
-    if steps is None:
-        max_seconds = SECONDS if max_seconds is None else max_seconds
-        steps = GPU_STEPS if chosen_device.type == "cuda" else CPU_STEPS
-    config = CompareConfig(
-        model=o.choose_model(
-            base,
-            activation,
-            layers,
-            d_model,
-            heads,
-            d_ff,
-            seq_len,
-            tied,
-            precision,
-            storage,
-            scaling,
-        ),
-        modes=tuple(m.strip() for m in modes.split(",") if m.strip()),
-        data=data or [],
-        tokenizer=tokenizer,
-        output_dir=output_dir,
-        vocab_size=vocab_size,
-        codec=codec,
-        dtype=o.choose_dtype(dtype, chosen_device, precision),
-        device=str(chosen_device),
-        seed=seed,
-        steps=steps,
-        max_seconds=max_seconds,
-        batch_size=base.batch_size if batch_size is None else batch_size,
-        lr=base.lr if lr is None else lr,
-    )
+    with checking_options():
+        chosen_device = get_device(device)
+        base = o.choose_preset(preset, chosen_device)
+        if steps is None:
+            max_seconds = SECONDS if max_seconds is None else max_seconds
+            steps = GPU_STEPS if chosen_device.type == "cuda" else CPU_STEPS
+        config = CompareConfig(
+            model=o.choose_model(
+                base,
+                activation,
+                layers,
+                d_model,
+                heads,
+                d_ff,
+                seq_len,
+                tied,
+                precision,
+                storage,
+                scaling,
+            ),
+            modes=tuple(m.strip() for m in modes.split(",") if m.strip()),
+            data=data or [],
+            tokenizer=tokenizer,
+            output_dir=output_dir,
+            vocab_size=vocab_size,
+            codec=codec,
+            dtype=o.choose_dtype(dtype, chosen_device, precision),
+            device=str(chosen_device),
+            seed=seed,
+            steps=steps,
+            max_seconds=max_seconds,
+            batch_size=base.batch_size if batch_size is None else batch_size,
+            lr=base.lr if lr is None else lr,
+        )
+        config.check()
+        if storage is not None and "compressed" not in config.modes:
+            raise UserError(
+                f"--storage: got {storage!r} with --modes {','.join(config.modes)}, "
+                "allowed: with compressed among the modes"
+            )
     console = Console()
     comparison = _run(config, console)
     _show(comparison, console)  # first: it is not lost if the disk is full
@@ -127,7 +137,6 @@ def _run(config: CompareConfig, console: Console) -> Comparison:
         TextColumn("kept {task.fields[kept]}  left"),
         TimeRemainingColumn(),
     )
-    config.check()
     bar = Progress(*columns, console=console)
     rates = dict.fromkeys(config.modes, 0.0)
     tasks = {

@@ -19,7 +19,7 @@ from bitsparse.training.model import PRESETS, ModelConfig, Preset, get_preset
 from bitsparse.training.step import DTYPES
 
 
-def _one_of(names: Iterable[str]) -> str:
+def one_of(names: Iterable[str]) -> str:
     return "One of: " + ", ".join(names) + "."
 
 
@@ -30,39 +30,39 @@ FP8 = "FP8"
 PresetOption = Annotated[
     str | None,
     typer.Option(
-        help=f"Model size. {_one_of(PRESETS)} (default: tiny on a CPU, gpt2 on a GPU)",
+        help=f"Model size. {one_of(PRESETS)} (default: tiny on a CPU, gpt2 on a GPU)",
         rich_help_panel=MODEL,
     ),
 ]
-ActivationOption = Annotated[str, typer.Option(help=_one_of(ACTIVATIONS), rich_help_panel=MODEL)]
+ActivationOption = Annotated[str, typer.Option(help=one_of(ACTIVATIONS), rich_help_panel=MODEL)]
 MemoryOption = Annotated[
-    str, typer.Option(help="What feed-forward blocks keep. " + _one_of(MEMORY_MODES))
+    str, typer.Option(help="What feed-forward blocks keep. " + one_of(MEMORY_MODES))
 ]
 CodecOption = Annotated[
     str,
     typer.Option(
-        help="How compressed blocks code what they keep: speed against size. " + _one_of(POLICIES)
+        help="How compressed blocks code what they keep: speed against size. " + one_of(POLICIES)
     ),
 ]
 PrecisionOption = Annotated[
     str | None,
     typer.Option(
         help="FP8 for the products of feed-forward blocks, with --dtype bfloat16. "
-        + _one_of(fp8.PRECISIONS),
+        + one_of(fp8.PRECISIONS),
         rich_help_panel=FP8,
     ),
 ]
 StorageOption = Annotated[
     str | None,
     typer.Option(
-        help="Round what compressed blocks keep; lossy. " + _one_of(fp8.STORAGES),
+        help="Round what compressed blocks keep; lossy. " + one_of(fp8.STORAGES),
         rich_help_panel=FP8,
     ),
 ]
 ScalingOption = Annotated[
     str | None,
     typer.Option(
-        help=f"What has a scale of its own. {_one_of(fp8.SCALINGS)} (default: tensor)",
+        help=f"What has a scale of its own. {one_of(fp8.SCALINGS)} (default: tensor)",
         rich_help_panel=FP8,
     ),
 ]
@@ -91,7 +91,7 @@ LrOption = Annotated[
 DtypeOption = Annotated[
     str | None,
     typer.Option(
-        help=f"Precision of the forward pass (autocast). {_one_of(DTYPES)} "
+        help=f"Precision of the forward pass (autocast). {one_of(DTYPES)} "
         "(default: float32 on a CPU, bfloat16 on a GPU)"
     ),
 ]

@@ -37,6 +37,14 @@ ChunkOption = Annotated[
     typer.Option(help='Of "chunked". (default: a quarter of the tokens, as a multiple of 64)'),
 ]
 
+TimeLimitOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Seconds for everything: a part that would not end by then, if it took as long as the "
+        "longest before, is left out and reported. (default: no limit)"
+    ),
+]
+
 MIB = 2**20
 
 
@@ -190,6 +198,12 @@ def show_environment(console: Console, env: dict[str, Any]) -> None:
     console.print(
         f"{env['device']}, PyTorch {env['torch']}, Python {env['python']}", highlight=False
     )
+
+
+def show_skipped(console: Console, skipped: list[str]) -> None:
+    """What the time limit left out, if anything."""
+    if skipped:
+        console.print(f"time limit: not measured: {'; '.join(skipped)}", highlight=False)
 
 
 def milliseconds(spread: Spread | None) -> str:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from bitsparse.bench.ffn import FfnCase, FfnConfig, PeerResult, run_ffn
-from bitsparse.bench.peers import DEFAULT_PEERS, PEERS
+from bitsparse.bench.ffn import (
+    PLAIN,
+    PRECISIONS,
+    FfnCase,
+    FfnConfig,
+    PeerResult,
+    finished_cases,
+    run_ffn,
+)
+from bitsparse.bench.peers import DEFAULT_PEERS, FP8_PEERS, PEERS
 from bitsparse.bench.plot import save_ffn_chart
 from bitsparse.cli import options as o
 from bitsparse.cli.bench import common as c
+from bitsparse.training.errors import UserError
 from bitsparse.training.step import get_device
 
 CPU_SHAPES = "2048x256x1024"
@@ -32,7 +43,12 @@ def ffn(
         str, typer.Option(help="Blocks in the stack: one number, or one for each shape.")
     ] = "1",
     activations: c.ActivationsOption = "relu,relu2,reglu",
-    density: Annotated[float, typer.Option(help="Of the hidden tensors, about.")] = 0.1,
+    densities: Annotated[
+        str,
+        typer.Option(
+            "--densities", "--density", help="Of the hidden tensors, about; separated by commas."
+        ),
+    ] = "0.1",
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -40,6 +56,13 @@ def ffn(
             "(default: float32 on a CPU, bfloat16 on a GPU)"
         ),
     ] = None,
+    precisions: Annotated[
+        str,
+        typer.Option(
+            help=f"Of the products, out of: {', '.join(PRECISIONS)}; separated by commas. In FP8, "
+            f"of the peers these: {', '.join(FP8_PEERS)}, all of them compared with dense."
+        ),
+    ] = PLAIN,
     peers: Annotated[
         str, typer.Option(help=f"Out of: {', '.join(PEERS)}; separated by commas.")
     ] = ",".join(DEFAULT_PEERS),
@@ -56,6 +79,15 @@ def ffn(
         float,
         typer.Option(help="Time for the rounds of one case: none but the first three begin later."),
     ] = MAX_SECONDS,
+    time_limit: c.TimeLimitOption = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Take over the cases that are finished in the file of --output-json, if there is "
+            "one, and measure the others.",
+        ),
+    ] = False,
     device: o.DeviceOption = None,
     seed: Annotated[int, typer.Option(help="Seed of inputs and weights.")] = 0,
     json_path: c.JsonOption = None,
@@ -63,7 +95,8 @@ def ffn(
 ) -> None:
     """Forward and backward of feed-forward blocks, in bitsparse and other ways, side by side.
 
-    A way that fails is reported, and the others go on. The result file is written after each case.
+    A way that fails is reported, and the others go on. The result file is written after each of
+    them.
     """
     with c.checking_options():
         chosen = get_device(device)
@@ -72,41 +105,59 @@ def ffn(
             shapes=c.ffn_shapes("--shapes", default_shapes if shapes is None else shapes),
             layers=c.whole_numbers("--layers", layers),
             activations=c.words(activations),
-            density=density,
+            densities=c.densities("--densities", densities),
             dtype=o.choose_dtype(dtype, chosen),
+            precisions=c.words(precisions),
             peers=c.words(peers),
             own_peers=tuple(peer or ()),
             tokens_per_chunk=tokens_per_chunk,
             repeats=repeats,
             max_seconds=max_seconds,
+            time_limit=time_limit,
             device=str(chosen),
             seed=seed,
         )
         config.check()
         config.all_peers()
         c.check_outputs(("--output-json", json_path), ("--plot", plot))
+        finished = _finished(config, json_path) if resume else []
     console = Console()
     with c.progress_bar(console) as show:
-        result = run_ffn(config, show, c.writer(json_path))
+        result = run_ffn(config, show, c.writer(json_path), finished)
     c.show_environment(console, result.environment)
     for case in result.cases:
         console.print(_table(case, config))
         for found in case.peers:
             if found.failed is not None:
                 console.print(f"{found.peer}: failed, {found.failed}", highlight=False)
+    c.show_skipped(console, result.skipped)
     if plot is not None:
         save_ffn_chart(result, plot)
 
 
+def _finished(config: FfnConfig, path: Path | None) -> list[FfnCase]:
+    """What an earlier run left in the result file."""
+    if path is None:
+        raise UserError("--resume: got no --output-json, allowed: with it")
+    if not path.exists():
+        return []
+    try:
+        content = json.loads(path.read_text())
+        return finished_cases(config, content)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise UserError(f"--resume: {path} cannot be used: {error}") from error
+
+
 def _table(case: FfnCase, config: FfnConfig) -> Table:
-    densities = ", ".join(f"{d:.3f}" for d in case.densities)
+    densities, first = ", ".join(f"{d:.3f}" for d in case.densities), case.first
     table = c.table(
         f"{case.tokens} × {case.d_model} × {case.d_ff}, {case.layers} layers, {case.activation}, "
-        f"{config.dtype}",
-        f"ms: median of forward and backward; × eager, × best (of eager and compile, here "
-        f"{case.best}). Peak: above what stood before. Kept: after forward. "
+        f"{config.dtype if case.precision == PLAIN else case.precision}",
+        f"ms: median of forward and backward; × {first}, × best (of {first} and compile, here "
+        f"{case.best}). Peak: above what stood before. Kept: after forward. Same: bits as {first}. "
         f"Density by layer: {densities}.",
-        *("", "ms", "× eager", "× best", "peak, MiB", "× eager", "kept, MiB", "× eager", "same"),
+        *("", "ms", f"× {first}", "× best", "peak, MiB", f"× {first}", "kept, MiB"),
+        *(f"× {first}", "same"),
     )
     for found in case.peers:
         if found.failed is None:
@@ -120,11 +171,11 @@ def _cells(found: PeerResult) -> list[str]:
     return [
         found.peer,
         "–" if found.seconds is None else f"{found.seconds.median * 1e3:.2f}",
-        c.ratio(found.ratio_eager),
+        c.ratio(found.ratio_first),
         c.ratio(found.ratio_best),
         c.mib(found.peak_bytes),
-        c.ratio(found.peak_ratio_eager, 2),
+        c.ratio(found.peak_ratio_first, 2),
         c.mib(found.kept_bytes),
-        c.ratio(found.kept_ratio_eager, 2),
+        c.ratio(found.kept_ratio_first, 2),
         {True: "yes", False: "NO", None: "–"}[found.identical],
     ]

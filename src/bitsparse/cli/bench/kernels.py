@@ -65,6 +65,7 @@ def kernels(
         int | None,
         typer.Option(help=f"Timed repetitions. {_default(CPU_REPEATS, GPU_REPEATS)}"),
     ] = None,
+    time_limit: c.TimeLimitOption = None,
     seed: Annotated[int, typer.Option(help="Seed of the tensors.")] = 0,
     json_path: c.JsonOption = None,
     plot: c.PlotOption = None,
@@ -93,6 +94,7 @@ def kernels(
                 c.by_device(chosen, CPU_BACKENDS, GPU_BACKENDS) if backends is None else backends
             ),
             repeats=c.by_device(chosen, CPU_REPEATS, GPU_REPEATS) if repeats is None else repeats,
+            time_limit=time_limit,
             device=str(chosen),
             seed=seed,
         )
@@ -123,6 +125,7 @@ def _show(result: KernelsResult, console: Console) -> None:
     }
     for line in sorted(failed):
         console.print(f"failed: {line}", highlight=False)
+    c.show_skipped(console, result.skipped)
 
 
 def _table(result: KernelsResult) -> Table:

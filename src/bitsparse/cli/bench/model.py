@@ -67,9 +67,10 @@ def model(
         str | None,
         typer.Option(
             help="Limits in GiB, separated by commas, under which the largest batch is looked for; "
-            f"none where empty. (default on a GPU: {MEMORY_GB}; on a CPU it is not done)"
+            f"none where empty. (default: {MEMORY_GB} on a GPU, none on a CPU)"
         ),
     ] = None,
+    time_limit: c.TimeLimitOption = None,
     device: o.DeviceOption = None,
     seed: o.SeedOption = 0,
     json_path: c.JsonOption = None,
@@ -97,14 +98,13 @@ def model(
             dtype=o.choose_dtype(dtype, chosen),
             steps=c.by_device(chosen, CPU_STEPS, GPU_STEPS) if steps is None else steps,
             memory_gb=c.numbers("--memory-gb", limits),
+            time_limit=time_limit,
             device=str(chosen),
             seed=seed,
         )
         config.check()
         c.check_outputs(("--output-json", json_path), ("--plot", plot))
     console = Console()
-    if config.memory_gb and chosen.type != "cuda":
-        console.print("--memory-gb: skipped, the largest batch is looked for on a GPU only")
     with c.progress_bar(console) as show:
         result = run_model(config, show, c.writer(json_path))
     c.show_environment(console, result.environment)
@@ -114,6 +114,7 @@ def model(
             for why in (mode.failed, mode.fits_failed):
                 if why is not None:
                     console.print(f"{mode.mode}: failed, {why}", highlight=False)
+    c.show_skipped(console, result.skipped)
     if plot is not None:
         save_model_chart(result, plot)
 
@@ -121,7 +122,10 @@ def model(
 def _table(case: ModelCase, config: ModelBenchConfig) -> Table:
     limits = sorted({fit.memory_gb for mode in case.modes for fit in mode.fits})
     largest = (
-        " Largest batch, in sequences, under a limit of PyTorch's allocator." if limits else ""
+        " Largest batch, in sequences, whose step takes no more; ~: predicted from the peaks of "
+        "smaller ones, not tried."
+        if limits
+        else ""
     )
     table = c.table(
         f"{case.preset} {case.activation}: {case.layers} layers, {case.d_model} × {case.d_ff}, "
@@ -145,4 +149,6 @@ def _table(case: ModelCase, config: ModelBenchConfig) -> Table:
 
 def _fit(fits: list[Fit], limit: float) -> str:
     found = next((fit for fit in fits if fit.memory_gb == limit), None)
-    return "–" if found is None else str(found.batch_size)
+    if found is None:
+        return "–"
+    return f"{'' if found.verified else '~'}{found.batch_size}"
