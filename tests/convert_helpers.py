@@ -34,8 +34,14 @@ def step_of(
     if loss.requires_grad:
         loss.backward()
     tensors: dict[str, Any] = {**dict(model.named_parameters()), **dict(enumerate(inputs))}
-    grads = {name: None if t.grad is None else t.grad.clone() for name, t in tensors.items()}
+    grads = {name: None if t.grad is None else _local(t.grad) for name, t in tensors.items()}
     return Step(output.detach(), loss.detach(), grads, live)
+
+
+def _local(grad: Any) -> Tensor:
+    """A copy; of a sharded one, of the part that is here."""
+    copied: Tensor = (grad.to_local() if hasattr(grad, "to_local") else grad).clone()
+    return copied
 
 
 def live_tensors() -> int:

@@ -112,16 +112,23 @@ class Split:
             )
 
     def batch(
-        self, seed: int, step: int, micro_step: int, batch_size: int, seq_len: int
+        self,
+        seed: int,
+        step: int,
+        micro_step: int,
+        batch_size: int,
+        seq_len: int,
+        rows: slice = slice(None),
     ) -> tuple[Tensor, Tensor]:
         """Inputs and targets, int64 ``[batch_size, seq_len]`` each, on the CPU.
 
-        A function of its arguments, without state: that makes resuming exact.
+        A function of its arguments, without state: that makes resuming exact. ``rows``: the part of
+        the batch that is wanted.
         """
         rng = np.random.Generator(np.random.Philox([seed, self.stream, step, micro_step]))
         starts = rng.integers(self.start, self.stop - seq_len, size=batch_size)
-        rows = np.stack([self.corpus.read(int(s), seq_len + 1) for s in starts])
-        tokens = torch.from_numpy(rows)
+        windows = [self.corpus.read(int(s), seq_len + 1) for s in starts[rows]]
+        tokens = torch.from_numpy(np.stack(windows))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 

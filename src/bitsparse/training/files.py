@@ -24,13 +24,13 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
             write(file)
     except BaseException as error:
         # torch.save turns an OSError of the file into a RuntimeError.
-        cause = _os_cause(error)
+        cause = os_cause(error)
         if cause is not None:
             raise os_error(path, cause) from error
         raise
 
 
-def _os_cause(error: BaseException | None) -> BaseException | None:
+def os_cause(error: BaseException | None) -> BaseException | None:
     """The OSError that ``error`` is or hides; a writer's RuntimeError where none is recorded."""
     seen: BaseException | None = error
     while seen is not None:

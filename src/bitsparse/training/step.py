@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from bitsparse.training.errors import UserError, check_choice
 from bitsparse.training.model import Transformer
+from bitsparse.training.team import Team, distribute, whole, without_reduction
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -60,9 +61,12 @@ class Trainee:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     dtype: torch.dtype
-    """Of the forward pass: float32, or autocast's."""
+    """Of autocast; float32: it is off."""
     grad_clip: float
     """Largest norm of the gradient; 0: no limit."""
+    module: nn.Module
+    """What is called: the model, or what wraps it."""
+    team: Team = field(default_factory=Team)
 
     @property
     def device(self) -> torch.device:
@@ -82,10 +86,29 @@ class Trainee:
 
 
 def make_trainee(
-    model: Transformer, dtype: str, lr: float, weight_decay: float, grad_clip: float
+    model: Transformer,
+    dtype: str,
+    lr: float,
+    weight_decay: float,
+    grad_clip: float,
+    team: Team | None = None,
+    device: torch.device | None = None,
+    mixed_precision: str = "autocast",
 ) -> Trainee:
-    """AdamW for ``model``; weight decay on matrices only. A scaler for float16."""
+    """AdamW for ``model``; weight decay on matrices only. A scaler for float16.
+
+    Args:
+        team: the processes that train it; None: this one alone.
+        device: where it is put, for a team; None: where it is.
+        mixed_precision: how ``dtype`` comes about, one of ``MIXED_PRECISION``: by autocast, or by
+            FSDP2, which gathers the parameters in it.
+    """
     check_choice("--dtype", dtype, DTYPES)
+    by_autocast = mixed_precision == "autocast"
+    module: nn.Module = model
+    if team is not None:
+        parameters = None if by_autocast else DTYPES[dtype]
+        module = distribute(model, team, device or model.cos.device, parameters)
     device = model.cos.device
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
@@ -99,7 +122,8 @@ def make_trainee(
         fused=device.type == "cuda",
     )
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
-    return Trainee(model, optimizer, scaler, DTYPES[dtype], grad_clip)
+    autocast = DTYPES[dtype] if by_autocast else torch.float32
+    return Trainee(model, optimizer, scaler, autocast, grad_clip, module, team or Team())
 
 
 def learning_rate(step: int, steps: int, warmup: int, peak: float, floor: float = 0.1) -> float:
@@ -115,22 +139,28 @@ def train_step(
 ) -> tuple[Tensor, Tensor]:
     """One optimizer step on the mean loss of ``batches``, which are on the device.
 
+    With a team, ``batches`` are this process's share of them.
+
     Returns:
-        The loss and the norm of the gradient before clipping, float32 ``[]``.
+        The loss, with a team its mean over all processes, and the norm of the gradient before
+        clipping, float32 ``[]``.
     """
     for group in trainee.optimizer.param_groups:
         group["lr"] = lr
     losses = []
-    for tokens, targets in batches:
-        with trainee.autocast():
-            loss = trainee.model(tokens, targets) / len(batches)
-        trainee.scaler.scale(loss).backward()
+    for i, (tokens, targets) in enumerate(batches):
+        last = i == len(batches) - 1
+        with nullcontext() if last else without_reduction(trainee.module):
+            with trainee.autocast():
+                loss = trainee.module(tokens, targets) / len(batches)
+            trainee.scaler.scale(loss).backward()
         losses.append(loss.detach())
     trainee.scaler.unscale_(trainee.optimizer)
+    # Of shards it is the norm of the whole gradient.
     norm = nn.utils.clip_grad_norm_(
         trainee.model.parameters(), trainee.grad_clip or math.inf, foreach=True
     )
     trainee.scaler.step(trainee.optimizer)
     trainee.scaler.update()
     trainee.optimizer.zero_grad(set_to_none=True)
-    return torch.stack(losses).sum(), norm
+    return trainee.team.mean(torch.stack(losses).sum()), whole(norm)
