@@ -58,7 +58,7 @@ def test_against_plain_pytorch(device, activation, dtype, bias):
                 assert_same_values(actual[name], eager[name], what)
             else:
                 # One token after the other is the worst order in which to add.
-                assert_as_good(actual[name], eager[name], e, what, 2.0 if n == 1 else 1.3)
+                assert_as_good(actual[name], eager[name], e, what, 2.0 if n < 64 else 1.3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -58,6 +58,11 @@ def backend_for(device: torch.device) -> Backend:
     return _default_backend(device.type) if _forced is None else get_backend(_forced)
 
 
+def is_forced() -> bool:
+    """Whether :func:`force_backend` has chosen the backend."""
+    return _forced is not None
+
+
 @contextlib.contextmanager
 def force_backend(name: str) -> Iterator[None]:
     """Use one backend whatever the device, in all threads: for tests and comparisons."""
@@ -79,4 +84,5 @@ __all__ = [
     "backend_for",
     "force_backend",
     "get_backend",
+    "is_forced",
 ]

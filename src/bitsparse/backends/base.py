@@ -9,7 +9,7 @@ gives the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,6 +25,12 @@ NNZ = 0
 BUCKETS = 1
 ESCAPES = 2  # of the first stream, one row for each of FIELDS; then of the second
 UP_BUCKETS = ESCAPES + 2 * len(FIELDS)
+
+# bfloat16 patterns of 2**-60 and 2**60. For values r between them, the second one excluded,
+# squared ReLU can be undone: neither r**2 nor 2 * r leaves the normal numbers, and r is the square
+# root of the rounded square, rounded.
+ROOT_LEAST = (127 - 60) << 7
+ROOT_LIMIT = (127 + 60) << 7
 
 
 def count_rows(streams: int, masks: int, statistics: bool) -> int:
@@ -55,7 +61,9 @@ class Survey:
     """dReLU only: where relu(up) fires (or either is special). Values are kept where both are."""
     totals: Tensor
     """int64 ``[2 + rows]``: whether any kept value of the first, second stream has its sign bit
-    set; then the sums of the counts, in the order above."""
+    set; then the sums of the counts, in the order above. After squared ReLU of bfloat16, which has
+    no second stream, its place says whether any kept value of relu(gate) lies outside
+    [2**-60, 2**60)."""
     tables: Tensor | list[Tensor]
     """int32 ``[rows, table_words]``, or a list of rows: the offset tables of the counts."""
     exponents: Tensor | list[Tensor] | None
@@ -77,7 +85,8 @@ class Survey:
             first = ESCAPES + i * len(FIELDS)
             escapes = dict(zip(FIELDS, sums[first:], strict=False)) if statistics else {}
             streams.append(StreamCounts(bool(totals[i]), escapes))
-        return Counts(self.geometry, self.dtype, sums[NNZ], tuple(buckets), tuple(streams))
+        outside = self.streams == 1 and bool(totals[1])
+        return Counts(self.geometry, self.dtype, sums[NNZ], tuple(buckets), tuple(streams), outside)
 
     def table(self, row: int) -> Tensor:
         """One table, in memory of its own."""
@@ -184,6 +193,16 @@ def encode_masks(
     )
 
 
+def gradient_buffers(
+    grad_hidden: Tensor, need_gate: bool, need_up: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Where the gradients of ``gate`` and ``up`` go: one of them over the incoming gradient, of
+    which the kernels read every element before they overwrite it."""
+    if not need_up:
+        return grad_hidden, None
+    return (grad_hidden, torch.empty_like(grad_hidden)) if need_gate else (None, grad_hidden)
+
+
 @dataclass(frozen=True)
 class Kept:
     """What a compressed feed-forward keeps for backward; ``None`` for what no gradient needs."""
@@ -194,6 +213,9 @@ class Kept:
     """relu(gate) at the kept positions."""
     up: Stream | None = None
     """up (dReLU: relu(up)) at the kept positions."""
+    roots: bool = field(default=False, kw_only=True)
+    """Squared ReLU of bfloat16: whether every kept value of relu(gate) is the square root of the
+    hidden value, rounded, and lies in [2**-60, 2**60)."""
 
 
 class Backend(Protocol):

@@ -26,6 +26,8 @@ from bitsparse.backends.base import (
     BUCKETS,
     ESCAPES,
     NNZ,
+    ROOT_LEAST,
+    ROOT_LIMIT,
     UP_BUCKETS,
     Kept,
     Support,
@@ -656,6 +658,8 @@ def _compile(coding: SupportCoding, dtype: torch.dtype) -> SimpleNamespace:
     mantissa_shift = unsigned(mantissa)
     pattern_sign_shift = unsigned(mantissa + dtypes.exponent_bits(dtype))
     one = unsigned(1)
+    has_roots = dtype == torch.bfloat16
+    root_least, root_limit = (unsigned(p if has_roots else 0) for p in (ROOT_LEAST, ROOT_LIMIT))
 
     @numba_jit
     def count_exponents(local, kept, flags, tile, row, stream, counts, largest):
@@ -873,6 +877,11 @@ def _compile(coding: SupportCoding, dtype: torch.dtype) -> SimpleNamespace:
                     local_gate[i] = relu(pattern)
                 _to_words(both, height, words)
                 if squared:
+                    if has_roots:
+                        for i in range(TILE):
+                            pattern = local_gate[i]
+                            outside = (pattern < root_least) | (pattern >= root_limit)
+                            up_seen |= sign if outside & (both[i] != 0) else zero
                     for i in range(TILE):
                         local_hidden[i] = product(local_gate[i], zero, False, True, fp32_math)
                     _store(local_hidden, tile, rows, cols, height, hidden)

@@ -22,10 +22,17 @@ from torch import Tensor
 
 from bitsparse import dtypes, layout
 from bitsparse.activations import Activation
-from bitsparse.backends.base import NNZ, Kept, Slots, Support, Survey, allocate_survey
+from bitsparse.backends.base import (
+    NNZ,
+    Kept,
+    Slots,
+    Support,
+    Survey,
+    allocate_survey,
+    gradient_buffers,
+)
 from bitsparse.backends.triton import (
     TritonBackend,
-    gradient_buffers,
     on_device,
     rounds_late,
 )

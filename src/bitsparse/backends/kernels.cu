@@ -373,8 +373,19 @@ static __device__ __forceinline__ void slot_offsets(
     }
 }
 
-// Write the values `v` that are kept into slots, by way of shared memory.
-static __device__ __forceinline__ void store_slots(
+// bfloat16 from 2**-60 up to below 2**60: squared ReLU can be undone, see base.py.
+constexpr u32 ROOT_LEAST = (127 - 60) << 7, ROOT_LIMIT = (127 + 60) << 7;
+
+// In bits 15 and 31: whether that half lies outside (NaN does too).
+static __device__ __forceinline__ u32 outside(u32 x) {
+    u32 magnitude = x & 0x7fff7fff;
+    return ~(magnitude + (0x8000 - ROOT_LEAST) * 0x10001u) | (magnitude + (0x8000 - ROOT_LIMIT) * 0x10001u);
+}
+
+// Write the values `v` that are kept into slots, by way of shared memory. If ROOTS, bits 15 and 31 of
+// the result say whether any of those that this lane has written lies outside.
+template <bool ROOTS>
+static __device__ __forceinline__ u32 store_slots(
     const Slots& slots, u32 staged, const u32 (&v)[64], const u32 (&bits)[4],
     const u32 (&offsets)[8], u32 nnz, int lane) {
     u32 to[8];
@@ -392,9 +403,20 @@ static __device__ __forceinline__ void store_slots(
                      : "r"(v[i]), "r"(bits[i & 3]), "r"(1u << (i >> 2)), "r"(0x10000u << (i >> 2))
                      : "memory");
     }
+    u32 found = 0;
+    if (ROOTS) {  // make the last piece whole, with ones
+        u32 past = nnz + lane;
+        if (past < (nnz + 7 & ~7u))
+            asm volatile("st.shared.u16 [%0], %1;" :: "r"(staged + 2 * past), "h"((u16)0x3f80) : "memory");
+    }
     __syncwarp();
-    for (u32 p = lane; 8 * p < nnz; p += 32) *slots.piece(p) = load_piece(staged + 16 * p);
+    for (u32 p = lane; 8 * p < nnz; p += 32) {
+        uint4 piece = load_piece(staged + 16 * p);
+        *slots.piece(p) = piece;
+        if (ROOTS) found |= outside(piece.x) | outside(piece.y) | outside(piece.z) | outside(piece.w);
+    }
     __syncwarp();
+    return found;
 }
 
 // Statistics of one stream; `v`: what is kept of the tile, else zero. The signs are lost.
@@ -457,7 +479,8 @@ survey(const u16* x, uint4* words, int* counts, u8* exponents, i64 rows, i64 col
     }
 }
 
-// Activation, positions and counts.
+// Activation, positions and counts. Bit 17 of the first row's counts: the sign of `up`'s values; after
+// SQUARED without GATED, of bfloat16: whether any value kept lies outside the range above.
 //   gate, up, hidden: u16 [numel], hidden may be gate; words: where relu(gate) counts; up_words: the
 //   same of relu(up) if RELU_UP; counts, exponents, up_exponents (if GATED): as above; slots: u16
 //   [tiles, capacity]. If `capacity` is 0, the slots are in `gate` and `up`, which must not be `hidden`.
@@ -536,11 +559,13 @@ activate(u16* gate, u16* up, u16* hidden, uint4* words, uint4* up_words, int* co
     if (GATED || SQUARED || nnz <= MOST_SLOTS) {
         u32 offsets[8];
         slot_offsets(offsets, lane_bits, kept_w, lane);
-        store_slots(Slots(capacity ? slots : gate, capacity, t, cols), staged, g, lane_bits, offsets,
-                    nnz, lane);
+        constexpr bool ROOTS = SQUARED && !GATED && MANTISSA == 7;
+        u32 found = store_slots<ROOTS>(Slots(capacity ? slots : gate, capacity, t, cols), staged, g,
+                                       lane_bits, offsets, nnz, lane);
+        if (ROOTS) up_seen = found;  // there is no `up`
         // One after the other: the registers of the first are then free.
         if constexpr (GATED)
-            store_slots(Slots(up, 0, t, cols), staged, u, lane_bits, offsets, nnz, lane);
+            store_slots<false>(Slots(up, 0, t, cols), staged, u, lane_bits, offsets, nnz, lane);
     }
     u32 sign = __any_sync(ALL, seen & 0x80008000) ? 1u << 16 : 0;
     if (__any_sync(ALL, up_seen & 0x80008000)) sign |= 1u << 17;
@@ -834,7 +859,7 @@ static __device__ __forceinline__ uint4 read_words(
 }
 
 // Have something that was read only for the sake of reading it not left out as unused; `scratch` is the
-// address of shared memory of which nothing is needed any more.
+// address of a word of shared memory, for each lane its own, that is not needed any more.
 static __device__ __forceinline__ void keep(uint3 x, u32 scratch) {
     asm volatile("st.shared.u32 [%0], %1;" :: "r"(scratch), "r"(x.x | x.y | x.z) : "memory");
 }
@@ -984,8 +1009,8 @@ decode(MASK, UP_MASK, const u32* offsets, STREAM(gate), STREAM(up), u16* out, i6
         }
         __syncwarp();
     }
-    keep(touched, list);
-    if (GATED) keep(up_touched, list);
+    keep(touched, list + 4 * lane);
+    if (GATED) keep(up_touched, list + 4 * lane);
 }
 
 // Gradients of the pre-activations. With neither GATED nor SQUARED the mask says where the incoming
@@ -1140,6 +1165,6 @@ gradient(const u16* grad, u16* grad_gate, u16* grad_up, MASK, UP_MASK, const u32
         }
         __syncwarp();
     }
-    if (VALUES) keep(touched, list);
-    if (GATED) keep(up_touched, list);
+    if (VALUES) keep(touched, list + 4 * lane);
+    if (GATED) keep(up_touched, list + 4 * lane);
 }

@@ -47,6 +47,9 @@ class ReferenceBackend:
             fires = fires | either
             streams.append(dtypes.to_patterns(flat_up))
         survey = _survey(geometry, gate.dtype, fires, up_fires, streams, statistics)
+        if activation.squared and not activation.gated and gate.dtype == torch.bfloat16:
+            inside = (flat_gate >= 2.0**-60) & (flat_gate < 2.0**60)
+            survey.totals[1] = (fires & ~inside).any()
         hidden = _multiply(activation, torch.relu(gate), up, fp32_math)
         return (gate.copy_(hidden) if activation.plain else hidden), survey
 

@@ -32,12 +32,15 @@ from bitsparse.activations import Activation
 from bitsparse.backends.base import (
     BUCKETS,
     ESCAPES,
+    ROOT_LEAST,
+    ROOT_LIMIT,
     UP_BUCKETS,
     Kept,
     Support,
     Survey,
     allocate_survey,
     encode_masks,
+    gradient_buffers,
 )
 from bitsparse.codings import (
     Counts,
@@ -71,7 +74,10 @@ _PACK_BLOCK = 1024
 # The first count of a tile carries the sign flags above the count itself (at most TILE = 2**12):
 # neither a zeroed buffer nor an atomic is needed for them.
 _GATE_SIGN = tl.constexpr(16)
-_UP_SIGN = tl.constexpr(17)
+_UP_SIGN = tl.constexpr(17)  # or, of squared ReLU: a value out of range
+
+_ROOT_LEAST = tl.constexpr(ROOT_LEAST)
+_ROOT_LIMIT = tl.constexpr(ROOT_LIMIT)
 
 # Rows of the counts.
 _BUCKETS = tl.constexpr(BUCKETS)
@@ -429,6 +435,10 @@ def activate_kernel(
         x = _to_float(gate, KIND)
         x = _multiply(x, x, KIND, FP32_MATH)
         hidden = _to_pattern(x, KIND)
+        if not GATED and KIND == _BF16:
+            magnitude = _magnitude(gate, KIND)
+            outside = (magnitude < _ROOT_LEAST) | (magnitude >= _ROOT_LIMIT)
+            up_sign = _max((kept & outside).to(tl.int32))
     if GATED:
         if not SQUARED:
             x = _to_float(gate, KIND)
@@ -1022,16 +1032,6 @@ class TritonBackend:
                 **_OPTIONS,
             )
         return grad_gate, grad_up
-
-
-def gradient_buffers(
-    grad_hidden: Tensor, need_gate: bool, need_up: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Where the gradients of ``gate`` and ``up`` go: one of them over the incoming gradient, of
-    which the kernels read every element before they overwrite it."""
-    if not need_up:
-        return grad_hidden, None
-    return (grad_hidden, torch.empty_like(grad_hidden)) if need_gate else (None, grad_hidden)
 
 
 def _bits(tensor: Tensor) -> Tensor:

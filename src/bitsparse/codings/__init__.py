@@ -73,6 +73,8 @@ class Counts:
     bucket_bytes: tuple[int, ...]
     """For each mask, bytes of its nonempty groups and buckets; empty where not counted."""
     streams: tuple[StreamCounts, ...]
+    outside: bool = False
+    """Squared ReLU of bfloat16: whether any kept value lies outside [2**-60, 2**60)."""
 
     def support_nbytes(self, coding: SupportCoding) -> int:
         """Bytes of the masks and of the table of the values' offsets."""

@@ -7,16 +7,18 @@ encoded, saved and differentiated is here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from bitsparse import dtypes, memory
+from bitsparse import codings, dtypes, layout, memory
 from bitsparse.activations import Activation
-from bitsparse.backends import Kept, Support, Survey, backend_for
+from bitsparse.backends import Kept, Support, Survey, backend_for, product
 from bitsparse.codings import Choice, Counts, Stream
 
 
@@ -51,13 +53,18 @@ class Tensors(NamedTuple):
     b_down: Tensor | None
     b_gate: Tensor | None
 
-    def project(self, activation: Activation) -> tuple[Tensor, Tensor | None]:
-        """Pre-activations: ``(gate, up)``, or ``(up, None)`` where ReLU is applied to ``up``."""
+    def project(
+        self, activation: Activation, x_up: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Pre-activations: ``(gate, up)``, or ``(up, None)`` where ReLU is applied to ``up``.
+
+        ``x_up``: what ``up`` is computed from, where that is not ``x``.
+        """
         if not activation.gated:
             return F.linear(self.x, self.w_up, self.b_up), None
         assert self.w_gate is not None
         gate = F.linear(self.x, self.w_gate, self.b_gate)
-        return gate, F.linear(self.x, self.w_up, self.b_up)
+        return gate, F.linear(self.x if x_up is None else x_up, self.w_up, self.b_up)
 
     def with_cast_parameters(self) -> Tensors:
         """Weights and biases as autocast, which is on, hands them to ``linear``."""
@@ -144,7 +151,56 @@ def encode(
         for i, (coding, (source, relu)) in enumerate(zip(choice.values, sources, strict=False))
         if source is not None
     ]
-    return Kept(backend.encode_support(choice.support, survey, counts), gate.dtype, *streams)
+    support = backend.encode_support(choice.support, survey, counts)
+    roots = activation.squared and not activation.gated and gate.dtype == torch.bfloat16
+    return Kept(support, gate.dtype, *streams, roots=roots and not counts.outside)
+
+
+def down_compressed(
+    activation: Activation,
+    gate: Tensor,
+    up: Tensor | None,
+    w_down: Tensor,
+    b_down: Tensor | None,
+    fp32_math: bool,
+    codec: str,
+    need_weight: bool,
+) -> tuple[Tensor, Kept]:
+    """``linear(activation(gate, up), w_down, b_down)``, and what its backward needs.
+
+    ``gate`` and ``up``, contiguous, may be overwritten. ``need_weight``: whether the weight's
+    gradient is wanted, and not only the input's.
+    """
+    hidden, survey = backend_for(gate.device).activate(
+        layout.geometry(gate.shape),
+        activation,
+        gate,
+        up,
+        fp32_math,
+        codings.needs_statistics(codec),
+    )
+    totals = Totals(survey.totals)
+    # The projection needs the dense tensor anyway and runs for longer than the counts take to
+    # reach the host: nothing idles while we wait for them.
+    out = owned(F.linear(hidden, w_down, b_down))
+    del hidden  # the memory of `gate` where plain ReLU has overwritten it, else free now
+    counts = survey.counts(totals.wait())
+    only_positions = activation.plain and not need_weight
+    choice = codings.choose(replace(counts, streams=()) if only_positions else counts, codec)
+    return out, encode(activation, survey, counts, choice, gate, up)
+
+
+def is_watched() -> bool:
+    """Whether a mode sees the operators that run, and may keep what they return."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """``tensor``, contiguous, to be overwritten by kernels; a copy where somebody may have kept it,
+    as policies of selective activation checkpointing do."""
+    if is_watched():
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.contiguous()
 
 
 def dense_nbytes(gate: Tensor, up: Tensor | None) -> int:
@@ -171,7 +227,7 @@ def take_apart(kept: Kept) -> tuple[list[Tensor], Restore]:
     own, and saved-tensor hooks see them.
     """
     support = kept.support
-    geometry, nnz, dtype = support.geometry, support.nnz, kept.dtype
+    geometry, nnz, dtype, roots = support.geometry, support.nnz, kept.dtype, kept.roots
     tensors = [support.offsets]
     plans: list[tuple[Any, Any, list[bool]] | None] = []
     for part in (support.mask, support.up_mask, kept.gate, kept.up):
@@ -192,7 +248,7 @@ def take_apart(kept: Kept) -> tuple[list[Tensor], Restore]:
             kind, coding, there = plan
             parts.append(kind(coding, *(next(rest) if t else None for t in there)))
         mask, up_mask, gate, up = parts
-        return Kept(Support(geometry, nnz, offsets, mask, up_mask), dtype, gate, up)
+        return Kept(Support(geometry, nnz, offsets, mask, up_mask), dtype, gate, up, roots=roots)
 
     return tensors, restore
 
@@ -249,23 +305,35 @@ def down_gradients(
         backend.hidden(activation, kept, fp32_math, out=buffer)
         if again is not None:
             again.hidden(buffer)
-        # The product and its order decide the bits: as PyTorch chooses by the strides.
-        if down.row_major:
-            grad_weight = grad_2d.t().mm(rows)
-        else:
-            grad_weight = rows.t().mm(grad_2d).t()
+        grad_weight = weight_gradient(grad_2d, rows, down.row_major)
     if need_gate or need_up:
         assert w_down is not None
-        torch.mm(grad_2d, w_down, out=rows)
-        grad_gate, grad_up = backend.gradient(
-            activation, kept, buffer, fp32_math, need_gate, need_up
-        )
+        weight = w_down
+
+        def two_passes() -> tuple[Tensor | None, Tensor | None]:
+            torch.mm(grad_2d, weight, out=rows)
+            return backend.gradient(activation, kept, buffer, fp32_math, need_gate, need_up)
+
+        if need_gate and need_weight and again is None:  # the buffer holds the hidden tensor
+            grad_gate, grad_up = product.gradients(
+                activation, kept, grad_2d, w_down, rows, two_passes
+            )
+        else:
+            grad_gate, grad_up = two_passes()
         if again is not None:
             again.gradient(grad_2d, w_down, grad_gate, grad_up)
         shape = (*grad_out.shape[:-1], down.d_ff)
         grad_gate = None if grad_gate is None else grad_gate.view(shape)
         grad_up = None if grad_up is None else grad_up.view(shape)
     return grad_gate, grad_up, grad_weight
+
+
+def weight_gradient(grad: Tensor, x: Tensor, row_major: bool) -> Tensor:
+    """Gradient of the weight of ``linear(x)``, both ``[tokens, features]``.
+
+    The product and its order decide the bits: as PyTorch chooses by the weight's strides.
+    """
+    return grad.t().mm(x) if row_major else x.t().mm(grad).t()
 
 
 def bias_gradient(grad_out: Tensor, shape: torch.Size) -> Tensor:
@@ -284,6 +352,19 @@ def _linear_flattens(device_type: str) -> bool:
     with torch.enable_grad(), torch.autocast(device_type, enabled=False):
         x, w, b = (torch.ones(s, device=device_type) for s in ((2, 2, 2, 2), (2, 2), (2,)))
         return "Add" not in type(F.linear(x, w, b.requires_grad_()).grad_fn).__name__
+
+
+def is_transformed() -> bool:
+    """Whether what runs is being transformed or written down by ``torch.func``, forward-mode
+    differentiation, ``torch.export`` or ``torch.jit.trace``, which need plain operators."""
+    if torch.compiler.is_compiling():
+        # Not is_exporting(), which torch.compile takes for true up to PyTorch 2.11.
+        return getattr(torch.compiler, "_is_exporting_flag", False)
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._is_tracing()
+    )
 
 
 NOT_TWICE = (

@@ -34,6 +34,7 @@ from bitsparse.ops.block import (
     owned,
     rounds_to_float32,
     take_apart,
+    writable,
 )
 
 
@@ -141,6 +142,7 @@ class _Chunked(torch.autograd.Function):
         nnz = dense_bytes = 0
 
         def activate(gate: Tensor, up: Tensor | None) -> tuple[Tensor, _Open]:
+            gate, up = writable(gate), None if up is None else writable(up)
             hidden, survey = backend.activate(
                 layout.geometry(gate.shape), activation, gate, up, settings.fp32_math, statistics
             )

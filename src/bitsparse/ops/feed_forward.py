@@ -8,7 +8,6 @@ buffer serves as hidden tensor, its gradient and the gradient of the pre-activat
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,27 +16,27 @@ from torch._compile import _disable_dynamo
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from bitsparse import codings, dtypes, layout
+from bitsparse import codings, dtypes
 from bitsparse.activations import Activation, get_activation
-from bitsparse.backends import backend_for
-from bitsparse.ops import capture, chunked, fp8
+from bitsparse.ops import capture, chunked, fp8, library
 from bitsparse.ops.block import (
     Down,
     Report,
     Tensors,
-    Totals,
     account,
     as_autocast_would,
     bias_gradient,
     check_hidden_dtype,
     dense_nbytes,
+    down_compressed,
     down_gradients,
-    encode,
+    is_transformed,
     only_once,
     owned,
     rounds_to_float32,
     row_major,
     take_apart,
+    writable,
 )
 
 MEMORY_MODES = ("compressed", "dense", "checkpoint")
@@ -182,13 +181,16 @@ def feed_forward(
         return run(t, activation, codec, report, tokens_per_chunk, wants_grad)
     if memory == "dense" or not wants_grad or tokens <= 1 or w_up.shape[0] == 0:
         return dense(*t)
+    if is_transformed():  # by torch.func, torch.export: these need to see the whole computation
+        return dense(*t)
     if memory == "checkpoint":
         return checkpoint(dense, *t, use_reentrant=False)  # type: ignore[no-any-return]
     if storage is not None:
         run = _stored_uncompiled if compiling else fp8.stored_feed_forward
         return run(t, activation, codec, scaling, report)
-    run = _compressed_uncompiled if compiling else _compressed
-    return run(t, activation, codec, report)
+    if library.sees_operators():
+        return library.feed_forward_operator(t, activation, codec)
+    return _compressed(t, activation, codec, report)
 
 
 def _compressed(t: Tensors, activation: Activation, codec: str, report: Report | None) -> Tensor:
@@ -224,7 +226,6 @@ def activate_and_project(
 
 # torch.compile runs these parts eagerly, between two compiled graphs. (Unlike the public
 # torch.compiler.disable this wrapper does not import the compiler with the package.)
-_compressed_uncompiled = _disable_dynamo(_compressed)
 _chunked_uncompiled = _disable_dynamo(chunked.chunked)
 _stored_uncompiled = _disable_dynamo(fp8.stored_feed_forward)
 
@@ -255,28 +256,12 @@ class _ActivationDown(torch.autograd.Function):
             ctx.save_for_backward()
             return owned(F.linear(activation.dense(gate, up).to(gate.dtype), w_down, b_down))
 
-        gate = gate.contiguous()
-        up = None if up is None else up.contiguous()
-        backend = backend_for(gate.device)
-        hidden, survey = backend.activate(
-            layout.geometry(gate.shape),
-            activation,
-            gate,
-            up,
-            fp32_math,
-            codings.needs_statistics(codec),
+        gate, up = writable(gate), None if up is None else writable(up)
+        out, kept = down_compressed(
+            activation, gate, up, w_down, b_down, fp32_math, codec, need_weight
         )
-        totals = Totals(survey.totals)
-        # The projection needs the dense tensor anyway and runs for longer than the counts take to
-        # reach the host: nothing idles while we wait for them.
-        out = owned(F.linear(hidden, w_down, b_down))
-        del hidden  # the memory of `gate` where plain ReLU has overwritten it, else free now
-        counts = survey.counts(totals.wait())
-        only_positions = activation.plain and not need_weight
-        choice = codings.choose(replace(counts, streams=()) if only_positions else counts, codec)
-        kept = encode(activation, survey, counts, choice, gate, up)
         tensors, restore = take_apart(kept)
-        account(tensors, counts.nnz, gate.numel(), dense_nbytes(gate, up), report)
+        account(tensors, kept.support.nnz, gate.numel(), dense_nbytes(gate, up), report)
         ctx.save_for_backward(w_down if need_input else None, *tensors)
         ctx.down = Down(activation, fp32_math, restore, gate.shape[-1], row_major(w_down))
         return out
