@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from bitsparse.memory import memory_stats, release_workspace
     from bitsparse.ops.capture import graph_overflows, graph_warmup
     from bitsparse.ops.feed_forward import ffn
+    from bitsparse.profiling import profile
     from bitsparse.saved_tensors import compressed_saved_tensors
     from bitsparse.tensor import BitSparseTensor, compress, decompress
 
@@ -32,6 +33,7 @@ _HOMES = {
     "graph_warmup": "bitsparse.ops.capture",
     "load": "bitsparse.io",
     "memory_stats": "bitsparse.memory",
+    "profile": "bitsparse.profiling",
     "release_workspace": "bitsparse.memory",
     "revert": "bitsparse.conversion",
     "save": "bitsparse.io",
@@ -53,6 +55,7 @@ __all__ = [
     "load",
     "memory_stats",
     "nn",
+    "profile",
     "release_workspace",
     "revert",
     "save",

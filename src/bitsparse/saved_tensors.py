@@ -47,8 +47,8 @@ class _Compressed(NamedTuple):
 _Packed = _Alone | _Compressed
 
 
-class _Packer:
-    """The hooks of one context."""
+class Packer:
+    """What the hooks of one context do; :func:`unpack` undoes it."""
 
     def __init__(self, codec: str, min_bytes: int) -> None:
         self._codec, self._min_bytes = codec, min_bytes
@@ -56,7 +56,7 @@ class _Packer:
         self._seen: dict[_Key, tuple[StorageWeakRef, weakref.ref[BitSparseTensor] | None]] = {}
 
     def pack(self, tensor: Tensor) -> _Packed:
-        block = self._compressed(tensor) if self._may_be_worth_it(tensor) else None
+        block = self._compressed(tensor) if self.may_be_worth_it(tensor) else None
         if block is not None:
             return _Compressed(block, tensor.shape, tensor.stride())
         version = None if tensor.is_inference() else tensor._version
@@ -64,7 +64,8 @@ class _Packer:
         # history. A leaf is handed on as it is.
         return _Alone(tensor if tensor.grad_fn is None else tensor.detach(), version)
 
-    def _may_be_worth_it(self, tensor: Tensor) -> bool:
+    def may_be_worth_it(self, tensor: Tensor) -> bool:
+        """Whether to try; a subclass may ask for more."""
         return (
             type(tensor) is Tensor
             and not (tensor.is_leaf and tensor.requires_grad)
@@ -118,7 +119,8 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 @_disable_dynamo
-def _unpack(packed: _Packed) -> Tensor:
+def unpack(packed: _Packed) -> Tensor:
+    """What :meth:`Packer.pack` was given."""
     if isinstance(packed, _Compressed):
         return packed.block.to_dense().as_strided(packed.shape, packed.stride)
     tensor, version = packed
@@ -165,14 +167,14 @@ def compressed_saved_tensors(
     check_policy(codec)
     if not isinstance(min_bytes, int) or isinstance(min_bytes, bool) or min_bytes < 0:
         raise ValueError(f"min_bytes: got {min_bytes!r}, allowed: an integer of at least 0")
-    packer = _Packer(codec, min_bytes)
+    packer = Packer(codec, min_bytes)
 
     # torch.compile does not look into them.
     @_disable_dynamo
     def pack(tensor: Tensor) -> _Packed:
         return packer.pack(tensor)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
 
 

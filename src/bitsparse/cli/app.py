@@ -15,10 +15,14 @@ import typer
 import bitsparse
 from bitsparse.cli.bench import bench
 from bitsparse.cli.compare import compare
+from bitsparse.cli.doctor import doctor
+from bitsparse.cli.plan import plan
+from bitsparse.cli.profile import profile
+from bitsparse.cli.report import report
 from bitsparse.cli.train import train
 from bitsparse.training.errors import UserError, is_out_of_memory
 
-COMMANDS = (compare, train)
+COMMANDS = (compare, train, profile, report, plan, doctor)
 
 app = typer.Typer(
     help="Train ReLU feed-forward networks with losslessly compressed activations.",

@@ -1,0 +1,1 @@
+"""Predicting the memory of a training step: what ``bitsparse plan`` shows."""
