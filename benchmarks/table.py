@@ -42,6 +42,10 @@ MODEL = """\
 | model | batch | memory | tokens/s | step, × {first} | peak, MiB | × {first} |{limits}
 | --- | --- | --- | --- | --- | --- | --- |{rules}"""
 
+CONVERTED = """\
+| model | | | step, ms | × plain | peak, MiB | × plain | losses the same |
+| --- | --- | --- | --- | --- | --- | --- | --- |"""
+
 MISSING = "–"
 PLAIN = "none"  # no precision in FP8
 
@@ -99,7 +103,35 @@ def long_tables(path: Path) -> list[tuple[str, list[str]]]:
         return [(header, lines) for header, lines in found if lines]
     if kind == "model":
         return [(model_header(result), model_rows(result))]
+    if kind == "converted":
+        return [(CONVERTED, converted_rows(result))]
     return [(HEADER, compare_rows(result))]
+
+
+def converted_rows(result: dict[str, Any]) -> list[str]:
+    """Runs in pairs, the plain one first."""
+    config, runs = result["config"], result["runs"]
+    model = f"{config['model_type']}, {config['parameters'] / 1e9:.2f} B parameters"
+    found = []
+    for plain, converted in zip(runs[::2], runs[1::2], strict=False):
+        for run in (plain, converted):
+            step, first = (r["step_seconds"]["quartiles"][1] for r in (run, plain))
+            same = f"{run['same_losses']} of {len(run['losses'])}" if run is converted else ""
+            found.append(
+                line(
+                    model,
+                    "compiled" if run["compiled"] else "eager",
+                    "converted" if run["converted"] else "plain",
+                    f"{step * 1e3:.1f}",
+                    f"{step / first:.3f}",
+                    f"{run['peak_bytes'] / 2**20:,.0f}" if run["peak_bytes"] else MISSING,
+                    f"{run['peak_bytes'] / plain['peak_bytes']:.2f}"
+                    if run["peak_bytes"]
+                    else MISSING,
+                    same,
+                )
+            )
+    return found
 
 
 def rows(path: Path) -> list[str]:
@@ -405,7 +437,7 @@ def caption(path: Path) -> str:
     """What was measured, on what."""
     result = load(path)
     describe = {"codec": about_codec, "kernels": about_kernels, "ffn": about_ffn}
-    describe["model"] = about_model
+    describe |= {"model": about_model, "converted": about_converted}
     about = describe.get(result.get("benchmark"), about_compare)(result["config"])
     return f"{path.stem}: {about}; {machine(result['environment'])}"
 
@@ -415,6 +447,14 @@ def about_compare(config: dict[str, Any]) -> str:
     return (
         f"{model['layers']} layers, d_model {model['d_model']}, d_ff {model['d_ff']}, "
         f"{config['batch_size']} × {model['seq_len']} tokens a step, {config['dtype']}"
+    )
+
+
+def about_converted(config: dict[str, Any]) -> str:
+    return (
+        f"{config['num_hidden_layers']} layers, d_model {config['hidden_size']}, "
+        f"d_ff {config['intermediate_size']}, {config['hidden_act']}, {config['batch_size']} × "
+        f"{config['seq_len']} tokens a step, {config['steps']} steps, bfloat16 autocast"
     )
 
 
