@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from torch.utils.flop_counter import FlopCounterMode
 
 import bitsparse
 import bitsparse.ops.library
@@ -239,6 +240,18 @@ def test_under_a_mode_it_is_one_operator_with_the_same_bits(activation, device):
         actual = results(block(activation), tensors)
     assert seen.operators.count(OPERATOR) == 1 and seen.operators.count(BACKWARD) == 1
     assert_same(actual, results(block(activation, "dense"), tensors))
+
+
+@pytest.mark.parametrize("frozen", [(), ("x",), ("w_up",), ("w_down",), ("x", "w_gate")], ids=str)
+@pytest.mark.parametrize("activation", ["relu2", "reglu"])
+def test_operations_are_counted(activation, frozen, device):
+    tensors = inputs(activation, device, True, **dict.fromkeys(frozen, True))
+    counts = {}
+    for memory in ("compressed", "dense"):
+        with FlopCounterMode(display=False) as counter:
+            results(block(activation, memory), tensors)
+        counts[memory] = counter.get_total_flops()
+    assert counts["compressed"] == counts["dense"] > 0
 
 
 def keep_products(ctx, operator, *args, **kwargs):

@@ -9,6 +9,7 @@ the same bits.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
@@ -56,6 +57,8 @@ def feed_forward_operator(t: Tensors, activation: Activation, codec: str) -> Ten
         x, x_up = x.to(dtype), x.to(dtype)
         t = Tensors(x, *(None if p is None else p.to(dtype) for p in t[1:]))  # type: ignore[arg-type]
     check_hidden_dtype(x.dtype)
+    if not torch.compiler.is_compiling():
+        _register_flops()
     outputs: list[Tensor] = torch.ops.bitsparse.feed_forward(
         *t,
         x_up if activation.gated and x_up is not x else None,
@@ -313,6 +316,48 @@ def _define() -> None:
         tags=tags,
     )
     backward.register_fake(_fake_feed_forward_backward)
+
+
+def _flops(
+    x: torch.Size,
+    w_up: torch.Size,
+    w_down: torch.Size,
+    w_gate: torch.Size | None,
+    *_: Any,
+    **__: Any,
+) -> int:
+    """Of the products, given the shapes of tensors."""
+    return 2 * x[:-1].numel() * (w_up.numel() + w_down.numel() + (w_gate.numel() if w_gate else 0))
+
+
+def _backward_flops(
+    grad_out: torch.Size,
+    x: torch.Size | None,
+    w_up: torch.Size,
+    w_down: torch.Size,
+    w_gate: torch.Size | None,
+    *arguments: Any,
+    **_: Any,
+) -> int:
+    need = dict(zip(_TENSORS, arguments[-1], strict=True))
+    two_inputs = arguments[-2]
+    of_up = need["x_up"] if two_inputs else need["x"]
+    up = of_up or need["w_up"] or need["b_up"]
+    gate = w_gate is not None and (need["x"] or need["w_gate"] or need["b_gate"])
+    products: int = (need["w_down"] + (up or gate)) * w_down.numel()
+    products += (of_up + need["w_up"]) * w_up.numel()
+    if w_gate is not None:
+        products += (need["x"] + need["w_gate"]) * w_gate.numel()
+    return 2 * grad_out[:-1].numel() * products
+
+
+def _register_flops() -> None:
+    """Have ``FlopCounterMode`` count the products of the block, where it has been imported."""
+    counter = sys.modules.get("torch.utils.flop_counter")
+    if counter is None or torch.ops.bitsparse.feed_forward in counter.flop_registry:
+        return
+    counter.register_flop_formula(torch.ops.bitsparse.feed_forward)(_flops)
+    counter.register_flop_formula(torch.ops.bitsparse.feed_forward_backward)(_backward_flops)
 
 
 _define()
