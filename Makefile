@@ -1,5 +1,6 @@
 # make demo   install into .venv and compare dense with compressed training on this machine
 # make test   install into .venv and run every check that CI runs
+# make docs   install into .venv and build the documentation: build/site/index.html
 # Needs python3 (3.10 or newer) with pip, nothing else. Another interpreter: make test PYTHON=...
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ COMPARE_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-cli
@@ -22,6 +23,9 @@ test: lint
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -42,6 +46,10 @@ $(VENV)/.installed-torch: $(VENV)/.created constraints.txt
 
 $(VENV)/.installed-cli: $(VENV)/.installed-torch pyproject.toml
 	$(PIP) install -c constraints.txt -e ".[cli]"
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed-torch pyproject.toml
+	$(PIP) install -c constraints.txt -e ".[docs]"
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-torch pyproject.toml
