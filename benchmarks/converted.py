@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import bitsparse
 from bitsparse.training.compare import environment
 from bitsparse.training.data import load_corpus
+from bitsparse.training.step import be_deterministic
 
 SIZES = {
     "vocab_size": 32000,
@@ -34,6 +35,7 @@ SIZES = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 1024,
 }
+MODES = ["eager", "compiled"]
 UNTIMED = 5
 """Steps at the start of a run, with compilation and warm-up in them."""
 
@@ -112,6 +114,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--max-seconds", type=float, default=0, help="for each run; 0: no limit")
     parser.add_argument("--output-json", type=Path)
     args = parser.parse_args()
@@ -122,6 +125,7 @@ def main() -> None:
         "intermediate_size": 4 * args.hidden_size,
         "hidden_act": args.hidden_act,
     }
+    be_deterministic()  # attention's backward pass, else, has other bits each time
     config = AutoConfig.for_model(args.model_type, **sizes)
     torch.manual_seed(0)
     with torch.device(args.device):
@@ -137,7 +141,7 @@ def main() -> None:
         "runs": [],
     }
     print(f"{args.model_type}, {parameters:,} parameters")
-    for compiled in (False, True):
+    for compiled in (mode == "compiled" for mode in args.modes):
         plain = None
         for converted in (False, True):
             gc.collect()
