@@ -31,7 +31,7 @@ from bitsparse.planning.plan import (
 from bitsparse.planning.step import CUBLAS_WORKSPACES, StepPeak, StepSettings, predict_step
 from bitsparse.planning.tracker import Tracker
 from bitsparse.training.errors import UserError
-from bitsparse.training.model import PRESETS, ModelConfig
+from bitsparse.training.model import PRESETS, ModelConfig, Transformer
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 SMALL = ModelConfig(layers=2, d_model=128, heads=2, seq_len=128)
@@ -65,6 +65,24 @@ def test_peaks_are_those_measured_on_an_h200(activation, mode):
     peak = predict_step(source, mode, settings).nbytes
     peak -= CUBLAS_WORKSPACES + 2 * 8 * batch * 1024
     assert peak == pytest.approx(measured["peak_bytes"], rel=0.005)
+
+
+def test_models_are_told_of_autocast_as_on_a_gpu(monkeypatch):
+    """Some ask without a device, which is that of CUDA, and round or not by the answer."""
+    seen = []
+    forward = Transformer.forward
+
+    def recording(self, *arguments, **options):
+        seen.append((torch.is_autocast_enabled(), torch.get_autocast_dtype("cuda")))
+        return forward(self, *arguments, **options)
+
+    monkeypatch.setattr(Transformer, "forward", recording)
+    before = torch.get_autocast_dtype("cuda")
+    predict("dense")
+    assert seen == [(True, torch.bfloat16)]
+    predict("dense", dtype="float32")
+    assert not seen[1][0]
+    assert (torch.is_autocast_enabled(), torch.get_autocast_dtype("cuda")) == (False, before)
 
 
 # ---------------------------------------------------------------------------- the tracker

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -108,16 +109,22 @@ def _run(config: ProfileConfig, console: Console) -> Profile:
 
 def _show(result: Profile, console: Console) -> None:
     columns, lines = table(result)
-    shown = Table(
-        title=f"step {result.last_step()}",
-        caption="fast, balanced, small: bits per element. Dense: what plain PyTorch keeps of the "
-        "hidden activations.",
-    )
-    for i, column in enumerate(columns):
-        shown.add_column(column, justify="right" if i else "left")
-    for line in lines:
-        shown.add_row(*line)
-    console.print(shown)
+    # Two tables, since one would be too wide for a terminal of 80 columns.
+    sizes = ["tokens × neurons", *columns[columns.index("dense MiB") :]]
+    for title, names in (
+        (
+            f"step {result.last_step()}; fast, balanced, small: bits per element",
+            [name for name in columns if name not in sizes],
+        ),
+        ("dense: what plain PyTorch keeps of the hidden activations", columns[:1] + sizes),
+    ):
+        shown = Table(title=title, box=SIMPLE_HEAD)
+        places = [columns.index(name) for name in names]
+        for place in places:
+            shown.add_column(columns[place], justify="right" if place else "left")
+        for line in lines:
+            shown.add_row(*(line[place] for place in places))
+        console.print(shown)
     for name, value in summary(result):
         console.print(f"{name}: {value}", highlight=False, markup=False)
     kinds: dict[str, int] = {}

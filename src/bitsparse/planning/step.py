@@ -103,6 +103,7 @@ def predict_step(source: Source, mode: str, settings: StepSettings) -> StepPeak:
         tracker.hold(targets, t.INPUTS)
         stack.enter_context(gpu)
         stack.enter_context(tracker)
+        stack.enter_context(_cuda_autocast(dtype, autocast))  # in what is recomputed, too
         with torch.autocast("cpu", dtype, enabled=autocast):
             loss = model.loss(tokens, targets)
         tracker.backward = True
@@ -133,6 +134,22 @@ def predict_step(source: Source, mode: str, settings: StepSettings) -> StepPeak:
         max(sizes, default=0),
         parameters - sum(sizes),
     )
+
+
+@contextmanager
+def _cuda_autocast(dtype: torch.dtype, enabled: bool) -> Iterator[None]:
+    """What models that ask whether autocast is on, without saying where, are told on a GPU.
+
+    (``torch.autocast("cuda")`` is never on without one.)
+    """
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", enabled)
+    torch.set_autocast_dtype("cuda", dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
 
 
 @contextmanager

@@ -162,7 +162,7 @@ def table(profile: Profile) -> tuple[list[str], list[list[str]]]:
         lines.append(
             [
                 short[name],
-                f"{row['tokens']} × {row['neurons']}",
+                f"{row['tokens']}\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}{row['neurons']}",
                 f"{row['density']:.3f}",
                 f"{row['neuron_density_p10']:.3f}–{row['neuron_density_p90']:.3f}",
                 str(row["silent_neurons"]),
