@@ -4,14 +4,19 @@ import copy
 import io
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
 import bitsparse
-from bitsparse.conversion.families import FAMILIES
+import bitsparse.conversion
+from bitsparse.conversion import families
+from bitsparse.conversion.families import FAMILIES, Family
 from convert_helpers import Adapter, Step, assert_same_step, live_tensors, step, step_of
 
 D, FF = 8, 32
@@ -33,6 +38,19 @@ class Decoder(nn.Module):
         return self.layer(x, x)
 
 
+class Gated(nn.Module):
+    """Of a user: with the names of many models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(D, FF), nn.Linear(D, FF)
+        self.act_fn = nn.ReLU()
+        self.down_proj = nn.Linear(FF, D)
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
 def encoder(dropout: float = 0.0, **kwargs) -> nn.Module:
     layer = nn.TransformerEncoderLayer(D, 2, FF, dropout, batch_first=True, **kwargs)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -50,6 +68,7 @@ MODELS = {
     "encoder, module": lambda: encoder(activation=nn.ReLU()),
     "encoder, norm first": lambda: encoder(norm_first=True, bias=False),
     "decoder": lambda: Decoder(dropout=0.0),
+    "gated": Gated,
     "decoder, torch.relu": lambda: Decoder(dropout=0.0, activation=torch.relu),
 }
 
@@ -221,16 +240,66 @@ def test_global_hooks_are_called(x):
     assert called == [nn.LayerNorm, nn.Linear, nn.ReLU, nn.Linear, nn.Sequential]
 
 
-@pytest.mark.parametrize("make", [lambda: sequential(0.3), lambda: encoder(0.3)])
-def test_active_dropout_runs_as_before(x, make):
-    model = make()
-    before = step(model, x)
-    bitsparse.convert(model)
-    after = step(model, x)
-    assert after.live == 0
+def decoder(dropout: float) -> nn.Module:
+    return Decoder(dropout=dropout)
+
+
+@pytest.mark.parametrize("make", [sequential, encoder, decoder])
+@pytest.mark.parametrize("p", [0.3, 1.0])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_active_dropout_drops_the_same(x, make, p, autocast):
+    model = make(p)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        before = step(model, x)
+    drawn = torch.get_rng_state()
+    count = len(bitsparse.convert(model).converted)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        after = step(model, x)
+    assert after.live == count
     assert_same_step(after, before)
+    assert torch.equal(torch.get_rng_state(), drawn)  # backward has put it back
     model.eval()
     assert step(model, x).live > 0
+
+
+@pytest.mark.parametrize("frozen", ["0.weight", "2.weight", "3.weight", "3.bias"])
+def test_active_dropout_with_frozen_parameters(frozen):
+    model = nn.Sequential(nn.Linear(D, FF), nn.ReLU(), nn.Dropout(0.4), nn.Linear(FF, D))
+    parameters = dict(model.named_parameters())
+    if frozen in parameters:
+        parameters[frozen].requires_grad_(False)
+    x = torch.randn(6, D)
+    x[0, 0], x[1, 1] = float("inf"), float("nan")
+    before = step(model, x)
+    bitsparse.convert(model)
+    assert_same_step(step(model, x), before)
+
+
+def test_active_dropout_twice_backward():
+    """The elements that were dropped are known as long as the graph lives."""
+    model = nn.Sequential(nn.Linear(D, FF), nn.ReLU(), nn.Dropout(0.4), nn.Linear(FF, D))
+    bitsparse.convert(model)
+    loss = model(torch.randn(6, D)).square().sum()
+    assert live_tensors() == 1
+    weights = list(model.parameters())
+    first = torch.autograd.grad(loss, weights, retain_graph=True)
+    torch.rand(3)
+    second = torch.autograd.grad(loss, weights)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    loss = model(torch.randn(6, D)).square().sum()
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(loss, weights, create_graph=True)
+
+
+def test_active_dropout_in_place_runs_as_before():
+    model = nn.Sequential(
+        nn.Linear(D, FF), nn.ReLU(), nn.Dropout(0.4, inplace=True), nn.Linear(FF, D)
+    )
+    bitsparse.convert(model)
+    x = torch.randn(6, D)
+    out = model(x)
+    assert out.requires_grad
+    assert live_tensors() == 0
 
 
 def test_dropout_after_the_block_draws_the_same(x):
@@ -291,9 +360,20 @@ def test_report():
         "skipped    other               activation is gelu, not ReLU or squared ReLU",
         "skipped    adapted[0:3]        0 is ParametrizedLinear, not nn.Linear",
         "skipped    patched[1:4]        its forward is not the one that is known",
+        "expected at density 0.1: 15 of 128 bytes of hidden activations a token",
     ]
     assert isinstance(report, bitsparse.ConversionReport)
     assert "forward" not in model["gelu"].__dict__
+
+
+@pytest.mark.parametrize(("activation", "dense"), [("relu", 1), ("relu2", 2), ("reglu", 3)])
+def test_expected_bytes(activation, dense):
+    block = bitsparse.conversion.Converted("", "", activation, FF, 2)
+    assert block.dense_bytes == dense * FF * 2
+    assert block.expected_bytes(0) == 0
+    assert block.expected_bytes(0.5) == FF * (1 / 8 + (1 + (activation == "reglu")))
+    with pytest.raises(ValueError, match=r"density: got 2, allowed: from 0 to 1"):
+        block.expected_bytes(2)
 
 
 def test_nothing_to_convert():
@@ -350,6 +430,71 @@ def test_subclasses_are_others(x):
         assert not bitsparse.convert(Mine(D, 2, FF)).converted
 
 
+def test_subclasses_that_compute_the_same(x):
+    class Mine(nn.TransformerEncoderLayer):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    model = Mine(D, 2, FF, 0.0)
+    before = step(model, x)
+    assert len(bitsparse.convert(model, strict=True).converted) == 1
+    after = step(model, x)
+    assert after.live == 1
+    assert_same_step(after, before)
+
+
+counted = []
+OTHERS = {
+    "adds": lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) + 1,
+    "scales": lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x * 2)) * self.up_proj(x)),
+    "other gate": lambda self, x: self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x)),
+    "other order": lambda self, x: self.down_proj(self.up_proj(x) * self.act_fn(self.gate_proj(x))),
+    "no activation": lambda self, x: self.down_proj(self.gate_proj(x) * self.up_proj(x)),
+    "two inputs": lambda self, x, y: self.down_proj(self.act_fn(self.gate_proj(x)) * y),
+    "depends on values": lambda self, x: self.down_proj(
+        self.act_fn(self.gate_proj(x)) * self.up_proj(x) if x else x
+    ),
+    "an effect": lambda self, x: (
+        counted.append(1) or self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    ),
+    "inner function": lambda self, x: (lambda: self.down_proj(self.act_fn(self.gate_proj(x))))(),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_computation_under_the_same_names(other):
+    model = type("Other", (Gated,), {"forward": OTHERS[other]})()
+    with pytest.warns(UserWarning, match="its forward is not the one that is known"):
+        assert not bitsparse.convert(model).converted
+    assert not counted
+
+
+@pytest.mark.parametrize("p", [0.0, 0.4])
+@pytest.mark.parametrize("act", [F.relu, torch.relu, nn.ReLU()])
+def test_a_new_family_is_one_entry(x, monkeypatch, p, act):
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2, self.act = nn.Linear(D, FF), nn.Linear(FF, D), act
+
+        def forward(self, x):
+            hidden = self.act(self.fc1(F.layer_norm(x, (D,))))
+            return x + self.fc2(F.dropout(hidden, p=p, training=self.training))
+
+    name = families.class_name(Layer)
+    family = Family("mine", frozenset({name}), up="fc1", act="act", down="fc2", inline=True)
+    monkeypatch.setitem(families.BY_CLASS, name, family)
+    monkeypatch.setitem(families.BY_NAME, "mine", family)
+    model = Layer()
+    before = step(model, x)
+    bitsparse.convert(model, strict=True)
+    after = step(model, x)
+    assert after.live == 1
+    assert_same_step(after, before)
+    assert bitsparse.revert(model) == 1
+    assert_same_step(step(model, x), before)
+
+
 def test_function_transforms_and_tracing_run_as_before(x):
     model = sequential()
     bitsparse.convert(model)
@@ -365,25 +510,42 @@ def test_function_transforms_and_tracing_run_as_before(x):
     assert torch.equal(torch.jit.trace(model, x)(x), model(x))
 
 
-def test_compiled(x):
-    model = sequential()
+@pytest.mark.parametrize("name", ["sequential", "encoder", "decoder", "gated"])
+def test_compiled_as_one_graph(x, name):
+    model = Gated() if name == "gated" else MODELS[name]()
     before = step(model, x)
-    bitsparse.convert(model)
-    compiled = torch.compile(model, backend="eager")
+    count = len(bitsparse.convert(model).converted)
+    operators = Counter()
+
+    def backend(graph, inputs):
+        operators.update(str(n.target) for n in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=backend), fullgraph=True)
     after = step_of(model, lambda: (out := compiled(x), out.float().square().mean()), x)
-    assert after.live == 1
+    assert after.live == count
     assert_same_step(after, before)
+    assert operators["bitsparse.feed_forward.default"] == count
+    assert operators["bitsparse.feed_forward_backward.default"] == count
+
+
+def test_exported_as_before(x):
+    model = nn.ModuleList([encoder()])[0]
+    bitsparse.convert(model, filter=lambda name, module: name == "layers.0")
+    program = torch.export.export(model, (x,))
+    assert not any("bitsparse" in str(n.target) for n in program.graph.nodes)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(x, reentrant):
+def test_checkpointing(model, x, reentrant):
     class Checkpointed(nn.Sequential):
         def forward(self, x):
             for m in self:
                 x = torch.utils.checkpoint.checkpoint(m, x, use_reentrant=reentrant)
             return x
 
-    model = Checkpointed(encoder(), encoder())
+    model = Checkpointed(model, encoder())
     x.requires_grad_()
     before = step(model, x)
     bitsparse.convert(model)

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from bitsparse import codings
-from bitsparse.conversion.block import known_method, read_family, read_sequential
-from bitsparse.conversion.families import BY_CLASS, FAMILIES, class_name
-from bitsparse.conversion.patch import ActivationPatch, MethodPatch, Patch, SequentialPatch
+from bitsparse.activations import get_activation
+from bitsparse.conversion.block import (
+    Block,
+    activation_name,
+    family_of,
+    known_method,
+    read_family,
+    read_sequential,
+)
+from bitsparse.conversion.families import EXPERTS, FAMILIES, class_name
+from bitsparse.conversion.patch import (
+    ExpertsPatch,
+    InlinePatch,
+    MethodPatch,
+    Patch,
+    SequentialPatch,
+)
 
 SEQUENTIAL = "torch Sequential"
+EXPERTS_FAMILY = "Nemotron-H experts"
+EXPECTED_DENSITY = 0.1
+_KEPT_DENSE = {"relu": 1, "relu2": 2, "reglu": 3, "reglu2": 4}  # tensors, see docs/training.md
 
 
 @dataclass(frozen=True)
@@ -26,6 +44,25 @@ class Converted:
     its slice."""
     family: str
     activation: str
+    d_ff: int | None = None
+    """Hidden size; None where the weights of several experts are in one tensor."""
+    itemsize: int = 0
+    """Bytes of an element, in the dtype of the parameters."""
+
+    @property
+    def dense_bytes(self) -> int:
+        """Of hidden activations that plain PyTorch keeps for each token; 0 if not known."""
+        return (self.d_ff or 0) * self.itemsize * _KEPT_DENSE[self.activation]
+
+    def expected_bytes(self, density: float = EXPECTED_DENSITY) -> float:
+        """Likewise after conversion, at most, where so much of the activations is not zero:
+        positions at their entropy, values as they are."""
+        if not 0 <= density <= 1:
+            raise ValueError(f"density: got {density!r}, allowed: from 0 to 1")
+        parts = (p for p in (density, 1 - density) if p > 0)
+        positions = sum(-p * math.log2(p) for p in parts) / 8
+        streams = 2 if get_activation(self.activation).gated else 1
+        return (self.d_ff or 0) * (positions + density * streams * self.itemsize)
 
 
 @dataclass(frozen=True)
@@ -54,6 +91,12 @@ class ConversionReport:
         rows += [("skipped", s.name, "", s.reason) for s in self.skipped]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
+        if dense := sum(c.dense_bytes for c in self.converted):
+            expected = sum(c.expected_bytes() for c in self.converted)
+            lines.append(
+                f"expected at density {EXPECTED_DENSITY}: {expected:,.0f} of {dense:,} bytes of "
+                "hidden activations a token"
+            )
         return "\n".join([f"{counts}, {len(self.skipped)} skipped", *map(str.rstrip, lines)])
 
 
@@ -104,7 +147,7 @@ def convert(
             converted += blocks
     report = ConversionReport(tuple(converted), tuple(skipped), tuple(already))
     if not converted and not already:
-        looked = ", ".join([SEQUENTIAL, *(f.name for f in FAMILIES)])
+        looked = ", ".join([SEQUENTIAL, *(f.name for f in FAMILIES), EXPERTS_FAMILY])
         message = (
             "model: found no feed-forward block with ReLU or squared ReLU to convert; looked for: "
             f"{looked} (docs/convert.md)\n{report}"
@@ -144,25 +187,50 @@ def _examine(
     """A patch for ``module``, and the blocks that it covers; no patch if there is one already."""
     if type(module) is nn.Sequential:
         return _examine_sequential(name, module, codec)
-    family = BY_CLASS.get(class_name(type(module)))
+    if class_name(type(module)) in EXPERTS:
+        return _examine_experts(name, module, codec)
+    family = family_of(module)
     if family is None:
         return None, []
     block = read_family(module, family)
     if isinstance(block, str):
         return None, [Skipped(name, block)]
-    holder, method = (block.act, "forward") if family.inline else (module, family.method)
-    found = Converted(name, family.name, block.activation.name)
-    if not isinstance(holder, nn.Module):
-        return None, [Skipped(name, f"{family.act} is a function, not a module")]
+    holder, method = module, family.method
+    if family.inline:
+        holder, method = block.up if block.act is None else block.act, "forward"
+    found = _converted(name, family.name, block)
     if family.inline and parents[id(holder)] > 1:
-        return None, [Skipped(name, f"{family.act} belongs to several modules")]
+        child = family.up if block.act is None else family.act
+        return None, [Skipped(name, f"{child} belongs to several modules")]
     if isinstance(holder.__dict__.get(method), Patch):
         return None, [found]
     if method in holder.__dict__ or not known_method(module, family):
         return None, [Skipped(name, f"its {method} is not the one that is known")]
     if family.inline:
-        return ActivationPatch(holder, module, family.name, codec), [found]
+        return InlinePatch(holder, module, family.name, codec), [found]
     return MethodPatch(module, family.name, codec), [found]
+
+
+def _converted(name: str, family: str, block: Block) -> Converted:
+    weight = block.up.weight
+    return Converted(name, family, block.activation.name, weight.shape[0], weight.itemsize)
+
+
+def _examine_experts(
+    name: str, module: nn.Module, codec: str
+) -> tuple[Patch | None, list[Converted | Skipped]]:
+    act = getattr(module, "act_fn", None)
+    activation = activation_name(act)
+    if activation is None:
+        got = type(act).__name__
+        return None, [Skipped(name, f"act_fn is {got}, not ReLU or squared ReLU")]
+    found = Converted(name, EXPERTS_FAMILY, activation)
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, Patch):
+        return None, [found]
+    if forward is not None or not isinstance(getattr(module, "down_proj", None), Tensor):
+        return None, [Skipped(name, "its forward is not the one that is known")]
+    return ExpertsPatch(module, "forward", codec), [found]
 
 
 def _examine_sequential(
@@ -181,7 +249,7 @@ def _examine_sequential(
         if isinstance(block, str):
             found.append(Skipped(label, block))
         else:
-            found.append(Converted(label, SEQUENTIAL, block.activation.name))
+            found.append(_converted(label, SEQUENTIAL, block))
             i += length - 1
     blocks = [f for f in found if isinstance(f, Converted)]
     if isinstance(module.__dict__.get("forward"), Patch):

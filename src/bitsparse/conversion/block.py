@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from bitsparse import dtypes
 from bitsparse.activations import Activation, get_activation
-from bitsparse.conversion.families import Family, class_name
-from bitsparse.nn import is_plain_linear, is_untouched
+from bitsparse.conversion.between import (
+    Between,
+    Dropout,
+    Norm,
+    activate_then_project,
+)
+from bitsparse.conversion.families import BY_CHILDREN, BY_CLASS, NORMS, Family, class_name
+from bitsparse.conversion.recording import computes, unwrapped
+from bitsparse.nn import is_untouched
 from bitsparse.ops import capture
-from bitsparse.ops.block import Tensors
+from bitsparse.ops.block import Tensors, is_transformed
 from bitsparse.ops.feed_forward import activate_and_project, check_arguments, feed_forward
 
 _GATED = {"relu": "reglu", "relu2": "reglu2"}
@@ -24,14 +29,17 @@ _GATED = {"relu": "reglu", "relu2": "reglu2"}
 
 @dataclass(frozen=True)
 class Block:
-    """The modules of ``down(dropout(activation(up(x))))``, or of the gated form."""
+    """The modules of ``down(dropout(activation(up(x))))``, or of the gated form; with a norm in the
+    place of dropout."""
 
     up: nn.Linear
     down: nn.Linear
     gate: nn.Linear | None
     act: Any
+    """None where a method calls functions instead."""
     dropout: nn.Dropout | None
     activation: Activation
+    norm: nn.Module | None = None
 
 
 def read_family(module: nn.Module, family: Family) -> Block | str:
@@ -40,13 +48,21 @@ def read_family(module: nn.Module, family: Family) -> Block | str:
     def child(name: str | None) -> tuple[str, Any]:
         return name or "", None if name is None else getattr(module, name, None)
 
-    return read_children(
+    norm = None if family.norm is None else getattr(module, family.norm, None)
+    if family.norm is not None and class_name(type(norm)) not in NORMS:
+        return f"{family.norm} is {type(norm).__name__}, which is not known"
+    block = read_children(
         child(family.up),
         child(family.act),
         child(family.down),
         None if family.gate is None else child(family.gate),
         None if family.dropout is None else child(family.dropout),
+        family.functional,
     )
+    if isinstance(block, str):
+        return block
+    called = family.inline and not isinstance(block.act, nn.Module)
+    return replace(block, act=None if called else block.act, norm=norm)
 
 
 def read_sequential(modules: list[nn.Module], start: int) -> tuple[Block | str, int] | None:
@@ -73,9 +89,10 @@ def read_children(
     down: tuple[str, Any],
     gate: tuple[str, Any] | None,
     dropout: tuple[str, Any] | None,
+    functional: str | None = None,
 ) -> Block | str:
     """The block of these children, each with its name; or why it is none."""
-    name = activation_name(act[1])
+    name = functional or activation_name(act[1])
     if name is None:
         got = getattr(act[1], "__name__", type(act[1]).__name__)
         return f"{act[0]} is {got}, not ReLU or squared ReLU"
@@ -89,7 +106,9 @@ def read_children(
             continue
         if type(child[1]) is not cls:
             return f"{child[0]} is {type(child[1]).__name__}, not nn.{cls.__name__}"
-        if "forward" in child[1].__dict__:
+        # That of `up` may be ours, where the activation is a function.
+        ours = child[1] is up[1] and not isinstance(act[1], nn.Module)
+        if "forward" in child[1].__dict__ and not ours:
             return f"{child[0]} has a forward of its own"
     return Block(
         up[1],
@@ -110,33 +129,46 @@ def activation_name(act: Any) -> str | None:
     return None
 
 
+def family_of(module: nn.Module) -> Family | None:
+    """The family whose block ``module`` computes; or one that it resembles, to say what differs."""
+    family = BY_CLASS.get(class_name(type(module)))
+    if family is not None:
+        return family
+    alike = [
+        f
+        for f in BY_CHILDREN
+        if f.up in module._modules and all(hasattr(module, name) for name in f.children)
+    ]
+    return next((f for f in alike if known_method(module, f)), alike[0] if alike else None)
+
+
 def known_method(module: nn.Module, family: Family) -> bool:
-    """Whether the method of ``module`` is its class's, and mentions what ``family`` says at most.
+    """Whether the method of the class of ``module`` computes what ``family`` says.
 
-    Another version of a library may compute something else under the same name.
+    Inline ones are not looked at: they compute other things too, and what stands in for the
+    activation is right in whatever they do.
     """
-    cls = type(module)
-    method = getattr(cls, family.method, None)
-    code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
-    if code is None or getattr(method, "__module__", None) != cls.__module__:
-        return False
-    return family.inline or set(code.co_names) <= family.names
+    named = class_name(type(module)) in family.classes
+    method = unwrapped(module, family, decorated=named)
+    return method is not None and (family.inline or computes(method, family))
 
 
-def is_exact(block: Block, patched_act: bool = False) -> bool:
-    """Whether the compressed block has the bits of calling the modules one by one, as they are."""
+def is_exact(block: Block, patched: nn.Module | None = None) -> bool:
+    """Whether the compressed block has the bits of calling the modules one by one, as they are.
+
+    ``patched``: the one whose forward is a patch of ours.
+    """
     linears = [m for m in (block.up, block.down, block.gate) if m is not None]
-    if not all(map(is_plain_linear, linears)):
-        return False
-    # It may be a function, too.
-    if isinstance(block.act, nn.Module) and not is_untouched(block.act, patched_act):
+    # The activation may be a function, or none.
+    modules = [m for m in (block.act, block.dropout, block.norm) if isinstance(m, nn.Module)]
+    if not all(is_untouched(m, m is patched) for m in (*linears, *modules)):
         return False
     dropout = block.dropout
-    if dropout is not None and not is_untouched(dropout):
-        return False
-    if dropout is not None and dropout.training and dropout.p > 0:
+    if dropout is not None and dropout.inplace and dropout.training and dropout.p > 0:
         return False
     parameters = [p for m in linears for p in (m.weight, m.bias) if p is not None]
+    if block.norm is not None:
+        parameters += block.norm.parameters()
     if not all(_is_ordinary(p) for p in parameters):
         return False
     device = block.down.weight.device.type
@@ -147,10 +179,21 @@ def is_exact(block: Block, patched_act: bool = False) -> bool:
         allowed = (torch.float32, torch.get_autocast_dtype(device))
         if not all(p.dtype in allowed for p in parameters):
             return False
-    if torch.compiler.is_compiling():
-        return not getattr(torch.compiler, "is_exporting", lambda: False)()
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return not transformed and not torch._C._is_tracing()
+    if torch.compiler.is_compiling() and between_of(block) is not None:
+        return False
+    return not is_transformed()
+
+
+def hooks_apply() -> bool:
+    """Whether saved-tensor hooks of ours may be added: nobody else has any, whose they would hide
+    (activation checkpointing, offloading), and what runs is eager."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
+        return False
+    hooks: Any = torch._C._autograd
+    return (
+        hooks._saved_tensors_hooks_is_enabled()
+        and hooks._top_saved_tensors_default_hooks(True) is None
+    )
 
 
 def _is_ordinary(x: Any) -> bool:
@@ -173,43 +216,96 @@ def run(block: Block, x: Any, codec: str) -> Tensor | None:
         down.bias,
         None if gate is None else gate.bias,
     )
-    if not any(p is not None and p.requires_grad for p in t):
+    between = between_of(block)
+    wanted = (*t, *(() if between is None else between.parameters.values()))
+    if not any(p is not None and p.requires_grad for p in wanted):
         return None
     try:
         check_arguments(t, block.activation, "compressed")
     except (TypeError, ValueError):
         return None
-    return feed_forward(*t[:3], block.activation, *t[3:], "compressed", codec)
+    if between is None:
+        return feed_forward(*t[:3], block.activation, *t[3:], "compressed", codec)
+    if x.numel() <= x.shape[-1] or up.weight.shape[0] == 0 or capture.applies(x):
+        return None
+    gate_pre, up_pre = t.project(block.activation)
+    return activate_then_project(
+        gate_pre, up_pre, down.weight, down.bias, block.activation, between, codec
+    )
+
+
+def between_of(block: Block) -> Between | None:
+    """What changes the hidden tensor before the down projection, this time."""
+    if block.norm is not None:
+        return Norm(block.norm)
+    dropout = block.dropout
+    if dropout is not None and dropout.training and dropout.p > 0:
+        return Dropout(dropout.p)
+    return None
+
+
+@dataclass
+class _Source:
+    """What several stand-ins of one pre-activation share."""
+
+    pre: Tensor
+    block: Block
+    codec: str
+    consumed: bool = False
+    """Its memory has been reused: by ReLU's result, of plain ReLU."""
+
+
+# What a method calls for these, one after the other.
+_RELU = (torch.relu, F.relu)
+_STEPS: dict[str, tuple[tuple[Any, ...], ...]] = {
+    "relu": (_RELU,),
+    "relu2": (_RELU, (torch.square,)),
+}
 
 
 class Pending(Tensor):
-    """What the activation of an inline block returns: a pre-activation, not activated yet.
+    """What a patched module of an inline block returns: the pre-activation, not activated yet.
 
-    It is no more than a name for ``activation(pre)``. The down projection finds it and computes
-    both at once; any other operation gets the activation's result, so that nobody can see a
-    difference. (It holds no values itself: what would go around `__torch_function__` fails.)
+    It is no more than a name for ``activation(pre)``, or that after active dropout; or, where a
+    method calls functions for the activation, for what those called so far give. The down
+    projection finds it and computes all at once; any other operation gets the result, so that
+    nobody can see a difference. (It holds no values itself: what would go around
+    `__torch_function__` fails.)
     """
 
-    pre: Tensor | None
-    """None when the down projection has consumed it, squared forms."""
-    block: Block
-    codec: str
+    source: _Source
+    steps: int
+    """How many of the functions were called already."""
+    dropout: Dropout | None
     dense: Tensor | None
 
     @staticmethod
-    def wrap(pre: Tensor, block: Block, codec: str) -> Pending:
+    def wrap(source: _Source, steps: int, dropout: Dropout | None = None) -> Pending:
+        pre = source.pre
         pending = torch.empty(pre.shape, dtype=pre.dtype, device="meta").as_subclass(Pending)
-        pending.pre, pending.block, pending.codec, pending.dense = pre, block, codec, None
+        pending.source, pending.steps, pending.dropout = source, steps, dropout
+        pending.dense = None
         return pending
 
-    def activated(self) -> Tensor:
+    @property
+    def activated(self) -> bool:
+        return self.steps == len(_STEPS[self.source.block.activation.name])
+
+    def materialized(self) -> Tensor:
+        source = self.source
+        activation = source.block.activation
         if self.dense is None:
-            if self.pre is None:
+            if source.consumed and not (activation.plain and self.activated):
                 raise RuntimeError(
                     "an activation of a converted block is used after its down projection has "
                     "consumed it; bitsparse.revert(model) undoes the conversion"
                 )
-            self.dense = self.block.activation.dense(self.pre)
+            if self.activated:
+                self.dense = activation.dense(source.pre)
+            else:
+                self.dense = source.pre if self.steps == 0 else torch.relu(source.pre)
+            if self.dropout is not None:
+                self.dense = self.dropout(self.dense)
         return self.dense
 
     @classmethod
@@ -217,24 +313,54 @@ class Pending(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        first = args[0] if args else None
-        if isinstance(first, Pending):
-            down = first.block.down
-            if func is F.linear and len(args) == 3 and args[1] is down.weight and not kwargs:
-                if args[2] is down.bias and first.dense is None and first.pre is not None:
-                    return _activate_and_project(first)
-            elif func is F.dropout and len(args) == 1 and not kwargs.get("inplace"):
-                if not kwargs.get("training", True) or kwargs.get("p", 0.5) == 0:
-                    return first
-        args, kwargs = torch.utils._pytree.tree_map_only(Pending, Pending.activated, (args, kwargs))
+        result = args[0]._next(func, args, kwargs) if _is_pending(args) else None
+        if result is not None:
+            return result
+        args, kwargs = torch.utils._pytree.tree_map_only(
+            Pending, Pending.materialized, (args, kwargs)
+        )
         return func(*args, **kwargs)
 
+    def _next(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """The result of an operation that an inline block makes; None if it is another."""
+        source = self.source
+        down = source.block.down
+        if self.dense is not None:
+            return None
+        if not self.activated:
+            if (
+                func in _STEPS[source.block.activation.name][self.steps]
+                and len(args) == 1
+                and not any(kwargs.values())
+            ):
+                return Pending.wrap(source, self.steps + 1)
+        elif func is F.linear and len(args) == 3 and args[1] is down.weight and not kwargs:
+            if args[2] is down.bias and not source.consumed:
+                return _activate_and_project(self)
+        elif func is F.dropout and len(args) == 1 and not kwargs.get("inplace"):
+            p = kwargs.get("p", 0.5)
+            if not kwargs.get("training", True) or p == 0:
+                return self
+            if 0 < p <= 1 and self.dropout is None:
+                dropout = Dropout(p)
+                # Draws here, where the method does; what is drawn for is computed later.
+                dropout(torch.empty_like(source.pre))
+                return Pending.wrap(source, self.steps, dropout)
+        return None
 
-def pend(block: Block, pre: Any, codec: str) -> Pending | None:
-    """The activation of ``pre``, pending; None where the module itself is to compute it."""
+
+def _is_pending(args: tuple[Any, ...]) -> bool:
+    return bool(args) and isinstance(args[0], Pending)
+
+
+def pend(block: Block, patched: nn.Module, pre: Any, codec: str) -> Pending | None:
+    """``pre``, or the activation of it where that is a module, pending.
+
+    None where the ``patched`` module itself is to compute it.
+    """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not _is_ordinary(pre):
         return None
-    if not is_exact(block, patched_act=True):
+    if not is_exact(block, patched):
         return None
     w, b = block.down.weight, block.down.bias
     autocast = torch.is_autocast_enabled(w.device.type)
@@ -251,14 +377,18 @@ def pend(block: Block, pre: Any, codec: str) -> Pending | None:
         and (autocast or b is None or b.dtype == dtype)
         and not capture.applies(pre)
     )
-    return Pending.wrap(pre, block, codec) if fits else None
+    steps = 0 if block.act is None else len(_STEPS[block.activation.name])
+    return Pending.wrap(_Source(pre, block, codec), steps) if fits else None
 
 
 def _activate_and_project(pending: Pending) -> Tensor:
-    pre, block, down = pending.pre, pending.block, pending.block.down
-    assert pre is not None
-    if not block.activation.plain:
-        pending.pre = (
-            None  # its memory is reused; relu's holds its result, of which relu is the same
+    source = pending.source
+    pre, block, down = source.pre, source.block, source.block.down
+    source.consumed = True
+    if pending.dropout is None:
+        return activate_and_project(
+            pre, None, down.weight, down.bias, block.activation, source.codec
         )
-    return activate_and_project(pre, None, down.weight, down.bias, block.activation, pending.codec)
+    return activate_then_project(
+        pre, None, down.weight, down.bias, block.activation, pending.dropout, source.codec
+    )

@@ -12,32 +12,45 @@ from dataclasses import dataclass, field
 class Family:
     """Modules that compute ``down(act(up(x)))``, or gated ``down(act(gate(x)) * up(x))``.
 
-    Fields that name a child are names of attributes of the module.
+    Fields that name a child are names of attributes of the module. Before ``down`` there may be
+    ``dropout`` or ``norm``.
     """
 
     name: str
     classes: frozenset[str]
-    """``module.qualname`` of the classes; subclasses are others."""
+    """``module.qualname`` of the classes. Where the family is not ``inline``, any other class with
+    such children and the same computation will do."""
     up: str
-    act: str
     down: str
+    act: str | None = None
+    """None: ``functional`` says what the method calls."""
+    functional: str | None = None
+    """"relu2": ``torch.square(torch.relu(...))`` in a method that is ``inline``."""
     gate: str | None = None
     dropout: str | None = None
     """An ``nn.Dropout`` between activation and down projection."""
+    norm: str | None = None
+    """A module of one of :data:`NORMS` there."""
     then: str | None = None
     """A module that the method calls with the result."""
     method: str = "forward"
     """The method that computes this and nothing else, from one tensor."""
     uses: frozenset[str] = field(default_factory=frozenset)
-    """Other names that the method's code mentions; one that mentions more is not converted."""
+    """Other names that the method's code mentions, where it is not ``inline``."""
     inline: bool = False
     """The module computes other things in the same method, where it calls these children."""
 
     @property
+    def children(self) -> tuple[str, ...]:
+        """In the order in which the method calls them."""
+        first = (self.up, self.act) if self.gate is None else (self.gate, self.act, self.up)
+        names = (*first, self.dropout, self.norm, self.down, self.then)
+        return tuple(name for name in names if name is not None)
+
+    @property
     def names(self) -> frozenset[str]:
         """What the method's code may mention."""
-        children = (self.up, self.act, self.down, self.gate, self.dropout, self.then)
-        return self.uses | {name for name in children if name is not None}
+        return self.uses.union(self.children)
 
 
 def _transformers(names: str) -> frozenset[str]:
@@ -51,8 +64,18 @@ def _layers(names: str) -> str:
     return " ".join(f"{n}EncoderLayer {n}DecoderLayer" for n in names.split())
 
 
+NORMS = _transformers("bitnet.BitNetRMSNorm")
+"""What they compute depends on their input and parameters alone, the same each time."""
+
 # T5 casts to the dtype of `wo`, which may be kept in float32.
 _CAST = frozenset({"isinstance", "weight", "torch", "Tensor", "dtype", "int8", "to"})
+
+EXPERTS = _transformers("nemotron_h.NemotronHExperts")
+"""Experts whose weights are in one tensor, with children ``act_fn`` and a parameter ``down_proj``.
+
+However they are computed (the library has several ways), the hidden tensor is an intermediate
+result with as many columns as ``down_proj``.
+"""
 
 FAMILIES = (
     *(
@@ -72,8 +95,11 @@ FAMILIES = (
         )
     ),
     Family(
-        "Nemotron, Arcee, Jais2",
-        _transformers("nemotron.NemotronMLP arcee.ArceeMLP jais2.Jais2MLP"),
+        "Nemotron, Arcee, Jais2, NeoMME",
+        _transformers(
+            "nemotron.NemotronMLP arcee.ArceeMLP jais2.Jais2MLP nemotron_h.NemotronHMLP "
+            "neomme.NeoMMEMLP"
+        ),
         up="up_proj",
         act="act_fn",
         down="down_proj",
@@ -86,8 +112,12 @@ FAMILIES = (
         down="dense_4h_to_h",
     ),
     Family(
-        "NanoChat, Phi",
-        _transformers("nanochat.NanoChatMLP phi.PhiMLP"),
+        "NanoChat, Phi, Cosmos3 Edge",
+        _transformers(
+            "nanochat.NanoChatMLP phi.PhiMLP cosmos3_edge.Cosmos3EdgeTextMLP "
+            "canary.CanaryDecoderMLP cohere_asr.CohereAsrDecoderMLP tipsv2.Tipsv2MLP "
+            "nemotron3_diarization.Nemotron3DiarizationMLP videoprism.VideoPrismMLP"
+        ),
         up="fc1",
         act="activation_fn",
         down="fc2",
@@ -120,8 +150,11 @@ FAMILIES = (
         uses=_CAST,
     ),
     Family(
-        "NLLB-MoE",
-        _transformers("nllb_moe.NllbMoeDenseActDense"),
+        "NLLB-MoE, Seamless",
+        _transformers(
+            "nllb_moe.NllbMoeDenseActDense seamless_m4t.SeamlessM4TFeedForwardNetwork "
+            "seamless_m4t_v2.SeamlessM4Tv2FeedForwardNetwork"
+        ),
         up="fc1",
         act="act",
         down="fc2",
@@ -153,12 +186,67 @@ FAMILIES = (
         dropout="dropout",
     ),
     Family(
+        "BitNet",
+        _transformers("bitnet.BitNetMLP"),
+        gate="gate_proj",
+        up="up_proj",
+        act="act_fn",
+        norm="ffn_sub_norm",
+        down="down_proj",
+    ),
+    Family(
+        "wav2vec 2.0",
+        _transformers(
+            "wav2vec2.Wav2Vec2FeedForward hubert.HubertFeedForward wavlm.WavLMFeedForward "
+            "sew.SEWFeedForward unispeech.UniSpeechFeedForward speecht5.SpeechT5FeedForward"
+        ),
+        up="intermediate_dense",
+        act="intermediate_act_fn",
+        dropout="intermediate_dropout",
+        down="output_dense",
+        then="output_dropout",
+    ),
+    Family(
+        "SAM",
+        _transformers("sam.SamMLPBlock sam_hq.SamHQMLPBlock"),
+        up="lin1",
+        act="act",
+        down="lin2",
+    ),
+    Family(
+        "fc1, act, fc2",
+        frozenset(),
+        up="fc1",
+        act="act",
+        down="fc2",
+    ),
+    Family(
+        "linear1, activation, dropout, linear2",
+        _transformers("omdet_turbo.OmDetTurboMLPWithDropout"),
+        up="linear1",
+        act="activation",
+        dropout="dropout",
+        down="linear2",
+    ),
+    Family(
+        "RWKV",
+        _transformers("rwkv.RwkvFeedForward"),
+        up="key",
+        functional="relu2",
+        down="value",
+        inline=True,
+    ),
+    Family(
         "OPT, M2M-100, NLLB, BART",
         _transformers(
-            "opt.OPTDecoderLayer xglm.XGLMDecoderLayer "
+            "opt.OPTDecoderLayer xglm.XGLMDecoderLayer trocr.TrOCRDecoderLayer "
+            "musicgen.MusicgenDecoderLayer musicgen_melody.MusicgenMelodyDecoderLayer "
             + _layers(
                 "m2m_100.M2M100 bart.Bart mbart.MBart marian.Marian pegasus.Pegasus plbart.PLBart "
-                "blenderbot.Blenderbot speech_to_text.Speech2Text"
+                "blenderbot.Blenderbot blenderbot_small.BlenderbotSmall pegasus_x.PegasusX "
+                "bigbird_pegasus.BigBirdPegasus led.LED mvp.Mvp fsmt. whisper.Whisper "
+                "speech_to_text.Speech2Text informer.Informer autoformer.Autoformer "
+                "time_series_transformer.TimeSeriesTransformer"
             )
         ),
         up="fc1",
@@ -166,10 +254,56 @@ FAMILIES = (
         down="fc2",
         inline=True,
     ),
+    Family(
+        "Grounding DINO text",
+        _transformers(
+            "grounding_dino.GroundingDinoTextEnhancerLayer "
+            "mm_grounding_dino.MMGroundingDinoTextEnhancerLayer"
+        ),
+        up="fc1",
+        act="activation",
+        down="fc2",
+        inline=True,
+    ),
+    Family(
+        "DETR",
+        _transformers(
+            "detr.DetrMLP conditional_detr.ConditionalDetrMLP deformable_detr.DeformableDetrMLP "
+            "maskformer.MaskFormerDetrMLP rt_detr.RTDetrMLP rt_detr_v2.RTDetrV2MLP "
+            "lw_detr.LwDetrMLP rf_detr.RfDetrMLP pp_doclayout_v2.PPDocLayoutV2MLP "
+            "pp_doclayout_v3.PPDocLayoutV3MLP pp_doclayout_v4.PPDocLayoutV4MLP "
+            "fun_asr_nano.FunAsrNanoMLP dab_detr.DabDetrDecoderLayerFFN "
+            "dab_detr.DabDetrEncoderLayer table_transformer.TableTransformerEncoderLayer "
+            "table_transformer.TableTransformerDecoderLayer "
+            "omdet_turbo.OmDetTurboEncoderLayer mask2former.Mask2FormerPixelDecoderEncoderLayer "
+            "mask2former.Mask2FormerMaskedAttentionDecoderLayer "
+            "oneformer.OneFormerPixelDecoderEncoderLayer "
+            "grounding_dino.GroundingDinoDeformableLayer "
+            "grounding_dino.GroundingDinoDecoderLayer "
+            "mm_grounding_dino.MMGroundingDinoDeformableLayer "
+            "mm_grounding_dino.MMGroundingDinoDecoderLayer"
+        ),
+        up="fc1",
+        act="activation_fn",
+        down="fc2",
+        inline=True,
+    ),
+    Family(
+        "Parakeet",
+        _transformers(
+            "parakeet.ParakeetEncoderFeedForward "
+            "nemotron_asr_streaming.NemotronAsrStreamingEncoderFeedForward"
+        ),
+        up="linear1",
+        act="activation",
+        down="linear2",
+        inline=True,
+    ),
 )
 
 BY_NAME = {family.name: family for family in FAMILIES}
 BY_CLASS = {name: family for family in FAMILIES for name in family.classes}
+BY_CHILDREN = tuple(family for family in FAMILIES if not family.inline)
 
 
 def class_name(cls: type) -> str:

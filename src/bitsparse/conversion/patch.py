@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from bitsparse.conversion.block import pend, read_family, read_sequential, run
+from bitsparse.conversion.block import hooks_apply, pend, read_family, read_sequential, run
 from bitsparse.conversion.families import BY_NAME
+from bitsparse.saved_tensors import Packer, unpack
+
+EXPERT_MIN_BYTES = 1 << 16
+"""Activations of one expert, or of all, that are smaller are kept as they are."""
 
 
 class Patch:
@@ -78,8 +83,9 @@ class SequentialPatch(Patch):
         return x
 
 
-class ActivationPatch(Patch):
-    """Of the forward of an activation module that ``owner`` calls between its projections."""
+class InlinePatch(Patch):
+    """Of the forward of a module that ``owner`` calls in the middle of a method: the activation,
+    or, where functions are called for that, the up projection."""
 
     def __init__(self, holder: nn.Module, owner: nn.Module, family: str, codec: str) -> None:
         super().__init__(holder, "forward", codec)
@@ -91,5 +97,41 @@ class ActivationPatch(Patch):
         out = None
         if len(args) == 1 and not kwargs and not isinstance(block, str):
             if block.act is self.holder:
-                out = pend(block, args[0], self.codec)
+                out = pend(block, self.holder, args[0], self.codec)
+            elif block.act is None and block.up is self.holder:
+                pre = self.original(args[0])
+                out = pend(block, self.holder, pre, self.codec)
+                return pre if out is None else out
         return self.original(*args, **kwargs) if out is None else out
+
+
+class ExpertsPatch(Patch):
+    """Of the forward of experts whose weights are in one tensor.
+
+    The class's own method runs; what autograd saves of the activations in it is compressed.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not hooks_apply():
+            return self.original(*args, **kwargs)
+        down: Any = self.holder.down_proj
+        packer = _Activations(self.codec, EXPERT_MIN_BYTES)
+        packer.columns = down.shape[-1]
+        with torch.autograd.graph.saved_tensors_hooks(packer.pack, unpack):
+            return self.original(*args, **kwargs)
+
+
+class _Activations(Packer):
+    """Compresses intermediate results with so many columns."""
+
+    columns: int
+
+    def may_be_worth_it(self, tensor: Tensor) -> bool:
+        return (
+            tensor.dim() == 2
+            and tensor.shape[0] > 1
+            and tensor.shape[1] == self.columns
+            and tensor.grad_fn is not None
+            and not tensor._is_view()  # of the parameters, or the pre-activations of gated forms
+            and super().may_be_worth_it(tensor)
+        )
